@@ -36,6 +36,10 @@ _LEAST = {
 """Smallest values. The smallest context is one token of prompt and one of output."""
 
 
+MOST_PROPOSED = 16
+"""Most tokens that may be proposed for a request in one step."""
+
+
 class StepLimits(NamedTuple):
     """The most requests and tokens of one step."""
 
@@ -45,6 +49,26 @@ class StepLimits(NamedTuple):
 
 CPU_STEP = StepLimits(64, 512)
 """Defaults on a CPU and for a simulated device; `sizing.step_limits` chooses those of a GPU."""
+
+
+class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How tokens are proposed that a step verifies together. Answers do not depend on it."""
+
+    method: Literal["auto", "ngram", "draft", "mtp", "eagle3", "off"] = "auto"
+    """`auto`: what a client predicts (`prediction` of a chat); `ngram`: that, and what followed the last tokens where
+    they stood before, in the prompt or in the answer; `off`: nothing. `draft`, `mtp` and `eagle3` need a model or
+    layers that propose, which this version does not run."""
+    num_tokens: int = 8
+    """Most tokens proposed for a request in one step, 1 to 16. How many are, if any, is chosen by what a step costs."""
+
+    def __post_init__(self) -> None:
+        if self.method in ("draft", "mtp", "eagle3"):
+            raise ValueError(
+                f"method {self.method}: this version runs no model or layers that propose tokens; set it to auto, "
+                "ngram or off"
+            )
+        if not 1 <= self.num_tokens <= MOST_PROPOSED:
+            raise ValueError(f"num_tokens must be 1 to {MOST_PROPOSED}, got {self.num_tokens}")
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,6 +126,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a request gets the same bits whatever else runs, however its prompt is divided and whatever the prefix
     cache contains. This needs the CPU's native kernels in float32 or bfloat16, does not use oneDNN, and makes
     attention somewhat slower."""
+    speculative: SpeculationConfig = SpeculationConfig()
+    """Proposed tokens, of which a step verifies several for a request."""
     enable_prefix_caching: bool = True
     prefix_scope: PrefixScope = "tenant"
     """Which callers share cached prompts, if `api_keys_file` or a gateway identifies callers."""

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from pagemill_engine.vllm_speculation import speculative_of
 from pagemill_protocol.errors import show_python
 
 logger = logging.getLogger(__name__)
@@ -140,8 +141,12 @@ ARGUMENTS: Mapping[str, Argument] = {
     ),
     "long_prefill_token_threshold": Argument("`max_num_batched_tokens` sizes the parts of prompts.", (0,)),
     "max_num_partial_prefills": Argument("`max_num_batched_tokens` sizes the parts of prompts.", (1,)),
-    "num_lookahead_slots": Argument("Nothing is speculated.", (0,)),
-    "speculative_config": Argument("Engines do not speculate. Remove it.", (None,)),
+    "num_lookahead_slots": Argument("Proposed tokens are counted in a step's budget.", ANY),
+    "speculative_config": Argument(
+        "Proposed tokens: n-grams, or `off`. Methods with a further model are refused.",
+        sets="speculative",
+        option="speculative-config",
+    ),
     "preemption_mode": Argument("A preempted request is computed again.", (None, "recompute")),
     "disable_sliding_window": Argument("Windows are the model's own.", (False,)),
     "max_seq_len_to_capture": Argument("CUDA graphs include decodes of any length.", ANY),
@@ -198,6 +203,11 @@ def translated(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def value_of(argument: Argument, value: Any) -> Any:
+    if argument.sets == "speculative":
+        try:
+            return speculative_of(value)
+        except ValueError as error:
+            raise TypeError(f"LLM: {error}") from None
     plain = str(value).removeprefix("torch.") if type(value).__module__ == "torch" else value
     if argument.sets == "served_names" and isinstance(plain, str):
         return [plain]

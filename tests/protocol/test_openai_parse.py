@@ -106,7 +106,6 @@ def test_known_but_unsupported_fields_are_refused_with_a_remedy(field: str, valu
 IGNORED: dict[str, Any] = {
     "store": True,
     "service_tier": "flex",
-    "prediction": {"type": "content", "content": "x"},
     "safety_identifier": "u",
     "metadata": {"a": "b"},
     "prompt_cache_key": "k",

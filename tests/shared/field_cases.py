@@ -316,6 +316,11 @@ DIALECTS: dict[str, tuple[str, Changes, Cases]] = {
             "reasoning.max_tokens": {"reasoning": {"max_tokens": 9}},
             "include_reasoning": {"include_reasoning": False},
             "verbosity": {"verbosity": "low"},
+            "prediction.type": {"prediction": {"type": "content", "content": "so"}},
+            "prediction.content": (
+                {"prediction": {"type": "content", "content": "so"}},
+                {"prediction": {"type": "content", "content": "no"}},
+            ),
         },
     ),
     "CompletionRequest": (

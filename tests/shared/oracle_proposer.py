@@ -13,6 +13,7 @@ class Oracle:
     def __init__(
         self, token_ids: list[int], texts: list[list[int]], draw: random.Random, error_rate: float, vocab_size: int
     ) -> None:
+        self.agreement = 0
         self.token_ids, self.texts = token_ids, texts
         self.draw, self.error_rate, self.vocab_size = draw, error_rate, vocab_size
 

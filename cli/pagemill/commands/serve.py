@@ -6,6 +6,7 @@ imports torch, because the engine runs in a process of its own.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -18,11 +19,12 @@ from pagemill.command import CommandWithOptions
 from pagemill.secret_options import refuse_argument
 from pagemill.vllm_options import rewritten
 from pagemill_crds.quantities import memory_bytes
-from pagemill_engine.config import EngineConfig, ServerConfig
+from pagemill_engine.config import EngineConfig, ServerConfig, SpeculationConfig
 from pagemill_engine.failure import StartupError
 from pagemill_engine.ipc.messages import MemoryBudget, Ready
 from pagemill_engine.server.routes.keys import check_keys
 from pagemill_engine.server.settings import Settings
+from pagemill_engine.vllm_speculation import speculative_of
 from pagemill_models.tokenizer_files.generation_defaults import GenerationConfig
 from pagemill_servers.auth import is_loopback_address
 from pagemill_servers.tls.config import TLSConfig, tls_files
@@ -103,6 +105,13 @@ class ServeCommand(CommandWithOptions):
         bool,
         typer.Option(help="Run all but large steps as CUDA graphs (GPU only), which is faster and takes some memory."),
     ] = True
+    speculative_config: Annotated[
+        str | None,
+        typer.Option(
+            help='Proposed tokens, as JSON: {"method": "ngram", "num_speculative_tokens": 8}; methods are auto (what '
+            "clients predict), ngram and off (default: auto)."
+        ),
+    ] = None
     policy: Annotated[
         Literal["fcfs", "priority", "shortest-prefill-first"],
         typer.Option(help="Order in which waiting requests are scheduled."),
@@ -237,6 +246,7 @@ class ServeCommand(CommandWithOptions):
             tool_call_parser=self.tool_call_parser,
             reasoning_parser=self.reasoning_parser,
             enable_prefix_caching=self.prefix_caching,
+            speculative=_speculative(self.speculative_config),
         )
 
     def _server(self) -> ServerConfig:
@@ -405,6 +415,20 @@ def _template(path: Path | None) -> str | None:
     except (OSError, UnicodeDecodeError) as error:
         message = f"`chat_template`: cannot read {path}: {error}. Give the path of a Jinja file."
         raise StartupError("SettingsInvalid", message, field="chat_template") from error
+
+
+def _speculative(text: str | None) -> SpeculationConfig:
+    if text is None:
+        return SpeculationConfig()
+    try:
+        return speculative_of(json.loads(text))
+    except ValueError as error:
+        message = (
+            f'`speculative_config` {text!r} is not JSON: {error}. Write it like \'{{"method": "ngram"}}\'.'
+            if isinstance(error, json.JSONDecodeError)
+            else str(error)
+        )
+        raise StartupError("SettingsInvalid", message, field="speculative") from error
 
 
 def _tls(cert_file: Path | None, key_file: Path | None) -> TLSConfig | None:

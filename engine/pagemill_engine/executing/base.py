@@ -6,6 +6,7 @@ for predicted times).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from pagemill_engine.config import StepLimits
@@ -15,6 +16,7 @@ from pagemill_engine.scheduler.step import StepPlan, StepResult
 from pagemill_engine.sizing.kv_sizes import CacheBlocks
 from pagemill_protocol.report.cache_kinds import FULL, CacheKind
 from pagemill_protocol.request.pooling import PoolingSpec
+from pagemill_protocol.request.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from pagemill_engine.adapters.store import AdapterStore
@@ -55,6 +57,8 @@ class RunnerInfo(NamedTuple):
     """
     stages: int = 1
     """Parts of the model that compute one behind the other, each another step at the same time."""
+    can_verify: Callable[[SamplingParams], bool] = lambda _: True
+    """Whether a step can sample several tokens of a request with these parameters."""
     kinds: tuple[CacheKind, ...] = (FULL,)
     """The cache kinds of the model's layers."""
     kind_blocks: tuple[int, ...] = ()

@@ -124,6 +124,10 @@ class TokensOut(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, g
     """Log probabilities of the prompt's tokens from the second on, if asked for; on the first output of a request."""
     pooled: bytes = b""
     """The vector or the score of the prompt, instead of tokens: float32, little-endian."""
+    num_proposed: int = 0
+    """Tokens that were proposed for the choice in this step."""
+    num_accepted: int = 0
+    """Those of them that were sampled."""
     finish_reason: FinishReason | None = None
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache; on the first output of a choice."""
@@ -149,6 +153,9 @@ class StepOutputs(msgspec.Struct, frozen=True, kw_only=True, tag="step", omit_de
     step_time: StepTimeParams | None = None
     prefixes: PrefixEvents | None = None
     num_step_tokens: int = 0
+    gained_ms: float = 0.0
+    """Milliseconds that proposed tokens have saved since the last report, by the predictions they were chosen by;
+    negative where they cost more."""
     num_added: int = 0
     """Number of requests since the start that had arrived when `load` was computed."""
 

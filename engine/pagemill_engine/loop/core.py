@@ -27,7 +27,7 @@ from pagemill_engine.kv.integrity import IntegrityError, check_integrity
 from pagemill_engine.loop.grammar_requests import GrammarRequests
 from pagemill_engine.loop.limits import scheduler_limits, step_limits
 from pagemill_engine.loop.step_timer import StepTimer, predicted_ms
-from pagemill_engine.scheduler.proposals import Proposals
+from pagemill_engine.scheduler.proposals import Proposals, proposals_of
 from pagemill_engine.scheduler.scheduler import Scheduler
 from pagemill_engine.scheduler.step import StepPlan
 from pagemill_protocol.report.state import EngineLoad, StepTimeParams
@@ -67,6 +67,9 @@ class EngineCore:
         """Create the core of a loaded runner. `clock`: returns seconds; the simulator passes a virtual one."""
         self.config = msgspec.structs.replace(config, **step_limits(config, runner.info)._asdict())
         self.runner = runner
+        if proposals is None and runner.info.pooling is None and runner.info.stages == 1:
+            proposals = proposals_of(config.speculative, runner.info.can_verify, self._ms_of)
+        self._proposals = proposals
         self.scheduler = Scheduler(scheduler_limits(config, runner.info), clock, proposals, runner.info.stages)
         self.grammar_requests = GrammarRequests(config.model, self.scheduler, runner.info)
         self.adapters = self._adapter_requests(runner.info.adapters)
@@ -86,6 +89,9 @@ class EngineCore:
         self._last_read_s = float("-inf")
         self._has_next_step = False  # the last step left work: the next one begins where it ended
         self._step_time_sent_s = float("-inf")
+
+    def _ms_of(self, num_tokens: int, num_context_tokens: int) -> float:
+        return self.step_time.predict_ms(num_tokens, num_context_tokens)
 
     def add(self, request: GenerateRequest) -> None:
         """Queue a request. Raises `PagemillError` with the reason if it cannot be served here."""
@@ -170,6 +176,8 @@ class EngineCore:
         if not plan.num_scheduled_tokens:
             return None
         started_s = self._clock()
+        if self._proposals is not None and self.overlaps and self._has_next_step and self._in_flight is None:
+            self._proposals.record_turn((started_s - self._last_read_s) * 1000)
         self.expected_step_ms += predicted_ms(self.step_time, plan)
         try:
             return Launched(plan, self.runner.launch(plan), started_s, None)
@@ -257,6 +265,7 @@ class EngineCore:
             step_time=self._step_time_due(),
             prefixes=PrefixEvents(added, removed) if added or removed else None,
             num_step_tokens=step.plan.num_tokens if step is not None else 0,
+            gained_ms=self._proposals.take_gain() if self._proposals is not None else 0.0,
         )
 
     def _step_time_due(self) -> StepTimeParams | None:

@@ -113,6 +113,8 @@ class CollectedRequest:
                 metrics.first_token_latency = now_s - metrics.arrival_time
             metrics.last_token_time = now_s
             metrics.num_generation_tokens += len(out.token_ids)
+            metrics.num_proposed_tokens += out.num_proposed
+            metrics.num_accepted_tokens += out.num_accepted
 
     def _end_if_complete(self) -> None:
         candidates = self.output.outputs

@@ -125,6 +125,7 @@ class OutputProcessor:
         self._reports_progress = can_be_continued(request) and not request.stream
         self._num_cached_tokens = request.cached_tokens or 0
         self._cached_is_known = request.cached_tokens is not None
+        self._num_proposed = self._num_accepted = 0
         self._queue_s = 0.0
         self._reports_logprobs = request.sampling.num_alternatives is not None
         self._prompt = ReportedPrompt(request, self._tokenizer, self._renderer)
@@ -139,6 +140,10 @@ class OutputProcessor:
             completion_tokens=sum(choice.output.num_tokens for choice in self._choices.values()),
             cached_tokens=min(self._num_cached_tokens, len(self.request.prompt_token_ids)),
             reasoning_tokens=self._reasoning_tokens(),
+            accepted_prediction_tokens=self._num_accepted if self.request.predicted_token_ids else None,
+            rejected_prediction_tokens=(
+                self._num_proposed - self._num_accepted if self.request.predicted_token_ids else None
+            ),
         )
 
     def _reasoning_tokens(self) -> int | None:
@@ -169,6 +174,8 @@ class OutputProcessor:
         if out.choice == self._first and not self._cached_is_known:
             self._num_cached_tokens = max(self._num_cached_tokens, out.num_cached_tokens)
         self._queue_s = max(self._queue_s, out.queue_s)
+        self._num_proposed += out.num_proposed
+        self._num_accepted += out.num_accepted
         if out.prompt_logprobs:
             self.num_held_bytes += self._prompt.add(out.prompt_logprobs)
             if not out.token_ids and out.finish_reason is None:  # a part of the report on a long prompt

@@ -32,6 +32,10 @@ class RequestMetrics:
     first_token_latency: float = 0.0
     """Seconds from arrival to the first token."""
     num_generation_tokens: int = 0
+    num_proposed_tokens: int = 0
+    """Tokens that were proposed, to verify several in a step."""
+    num_accepted_tokens: int = 0
+    """Those of them that were generated."""
 
 
 @dataclass(slots=True)

@@ -17,12 +17,14 @@ class NgramProposer:
     def __init__(self, token_ids: list[int]) -> None:
         self._token_ids = token_ids
         self._history = TokenHistory()
+        self.agreement = 0
 
     def propose(self, most: int) -> list[int]:
         self._history.extend(self._token_ids)
         match = self._history.find(self._token_ids)
         if match is None or match.length < LEAST_AGREEMENT:
             return []
+        self.agreement = match.length
         return continuation(self._token_ids, match.end, most)
 
 

@@ -125,6 +125,7 @@ class Admission:
             cache_root=self._cache_root(request.cache_salt, request.adapter_digest),
             adapter_digest=request.adapter_digest,
             num_resumed_tokens=len(resumed),
+            predicted_token_ids=request.predicted_token_ids[: self._limits.max_model_len],
             pooling=request.pooling,
             reads_all=self._limits.pooling is not None and self._limits.pooling.reads_all,
         )
@@ -159,6 +160,7 @@ class Admission:
         if len(prompt) > limits.num_blocks * limits.block_size:
             raise _larger_than_cache(len(prompt), limits, _prompt_param(request))
         _check_vocabulary(prompt, "prompt", limits.vocab_size)
+        _check_vocabulary(request.predicted_token_ids, "prediction", limits.vocab_size)
         check_answer([request], limits.max_answer_values)
 
     def _check_choosing(self, request: GenerateRequest) -> None:

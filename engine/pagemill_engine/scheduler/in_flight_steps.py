@@ -81,17 +81,17 @@ def can_run_ahead(sequence: Sequence, held: WaitingChoices) -> bool:
 
     It may not if the sequence certainly ends with the step in flight: aborted, or at its token limit. It may not if
     choices are about to fork from it, because they share its last block, which must not be written meanwhile. It may
-    not if the value of its pending token matters: to a beam search, to its form or to its bad words, or to what is
-    proposed behind it. (Probed sequences run alone: `Scheduler.schedule`.) Whether a stop token ends the sequence is
-    known too late: the sequence is computed once too often, and that result is discarded.
+    not if the value of its pending token matters: to a beam search, to its form or to its bad words, or if it is not
+    known how many of several pending tokens are sampled. (Probed sequences run alone: `Scheduler.schedule`.) Whether
+    a stop token ends the sequence is known too late: the sequence is computed once too often, and that result is
+    discarded.
     """
     if sequence.aborted or len(sequence.token_ids) + sequence.num_pending_tokens >= sequence.max_total_tokens:
         return False
-    if sequence.num_pending_tokens:
-        if sequence.search is not None or sequence.needs_last_token:
-            return False
-        if sequence.proposing is not None and sequence.proposing.waits:
-            return False
+    if sequence.num_pending_tokens and (
+        sequence.search is not None or sequence.needs_last_token or sequence.num_pending_tokens > 1
+    ):
+        return False
     return not (held.num_waiting and held.fork_is_due(sequence))
 
 

@@ -1,16 +1,22 @@
-"""Asks for tokens that may follow a decode, so that one step verifies several, and decides which sequences are asked.
+"""Asks for tokens that may follow decodes, so that one step verifies several, and decides how many are verified.
 
 A proposed token is no token of its sequence before the model has sampled it: it counts for the step's budget and
-blocks, and nowhere else. A sequence waits for its step in flight only while tokens are proposed for it; without, it
-runs ahead as others do. `proposing` has the proposers, `scheduler` schedules and applies proposals.
+blocks, and nowhere else. Sequences run ahead of their step in flight unless more is expected from proposals behind it:
+then the whole step waits, since a batch that runs in two parts reads the weights twice. `proposing` has the proposers,
+the chances and the choice; `scheduler` schedules and applies proposals.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
-from pagemill_engine.proposing.base import ProposerOf, Proposing
+from pagemill_engine.config import SpeculationConfig
+from pagemill_engine.proposing.acceptance import Acceptance
+from pagemill_engine.proposing.base import ProposalSource, Proposer, ProposerOf, Proposing
+from pagemill_engine.proposing.gain import MsOf, StepShape, can_gain, choose
+from pagemill_engine.proposing.ngram import NgramProposer
+from pagemill_engine.proposing.prediction import PredictionProposer
 from pagemill_engine.scheduler.sequence import Sequence
 from pagemill_engine.scheduler.token_masks import masks_along
 from pagemill_protocol.request.sampling import SamplingParams
@@ -20,9 +26,9 @@ if TYPE_CHECKING:
 
 MOST_PROPOSED = 8
 """Tokens proposed for a sequence in one step."""
-MAX_REJECTED = 2
-"""Proposals in a row of which no token was sampled, after which a sequence is not asked for some tokens."""
-PAUSE_TOKENS = 16
+
+TURN_GAIN = 0.1
+"""Weight of the latest measurement."""
 
 
 class Proposal(NamedTuple):
@@ -34,52 +40,132 @@ class Proposal(NamedTuple):
 class Proposals:
     def __init__(
         self,
-        proposer_of: ProposerOf,
+        proposers: Iterable[ProposerOf],
         most: int = MOST_PROPOSED,
         *,
         can_verify: Callable[[SamplingParams], bool] = lambda _: True,
+        ms_of: MsOf | None = None,
     ) -> None:
-        """`most`: tokens proposed for a sequence in one step. `can_verify`: whether the runner samples several tokens
-        of a request with these parameters in one step."""
-        self._proposer_of = proposer_of
+        """`proposers`: of each sequence; the first one that proposes something is followed. `most`: tokens proposed for
+        a sequence in one step. `can_verify`: whether the runner samples several tokens of a request with these
+        parameters in one step. `ms_of`: the step times by which the number is chosen; without, everything is
+        proposed."""
+        self._proposers = list(proposers)
         self._most = most
+        self.is_active = bool(self._proposers)
+        """Whether a sequence may have proposals."""
         self._can_verify = can_verify
+        self._ms_of = ms_of
+        self._acceptance: dict[type[Proposer], Acceptance] = {}
+        """By kind of proposer."""
+        self._gained_ms = 0.0
+        self._turn_ms = 0.0
+        """Milliseconds between a step and one that waits for its tokens, in a loop that runs ahead otherwise."""
 
-    def propose(self, sequence: Sequence, most: int) -> Proposal | None:
-        """Return at most `most` tokens for a sequence whose newest token is known, or None."""
-        # The last token that may be sampled comes after the proposed ones.
-        if not self._can_verify(sequence.sampling):
-            return None
-        most = min(most, self._most, sequence.max_total_tokens - len(sequence.token_ids) - 1)
-        proposing = self._of(sequence)
-        if most < 1 or len(sequence.token_ids) < proposing.resumes_at:
-            proposing.waits = False
-            return None
-        token_ids, masks = masks_along(sequence, proposing.proposer.propose(most))
-        proposing.waits = bool(token_ids)
+    def expect(self, predicted_token_ids: list[int]) -> None:
+        """Note what the client of a new request predicts."""
+        self.is_active = self.is_active or bool(predicted_token_ids)
+
+    def record_turn(self, ms: float) -> None:
+        """Record the time from the end of a step to the launch of one that had to wait for it, in a loop that does not
+        wait otherwise."""
+        self._turn_ms += TURN_GAIN * (ms - self._turn_ms)
+
+    def choose(self, sequences: list[Sequence], step: StepShape) -> list[tuple[Sequence, list[int]]]:
+        """Return the sequences for which tokens are proposed in a step, with these tokens."""
+        return self._chosen(sequences, step, 0)
+
+    def are_worth_waiting(self, sequences: list[Sequence], step: StepShape) -> bool:
+        """Whether the next step should wait for the tokens of the step in flight, because of what will be proposed
+        behind them."""
+        return bool(self._chosen(sequences, step, 1))
+
+    def _chosen(self, sequences: list[Sequence], step: StepShape, num_pending: int) -> list[tuple[Sequence, list[int]]]:
+        """`num_pending`: tokens of the sequences that are not known yet."""
+        if not self._proposers:
+            sequences = [sequence for sequence in sequences if sequence.predicted_token_ids]
+            if not sequences:
+                return []
+        if self._ms_of is not None and not can_gain(len(sequences), self._most, step, self._ms_of):
+            return []
+        found, chances = [], []
+        for sequence in sequences:
+            # The last token that may be sampled comes after the proposed ones.
+            most = min(self._most + num_pending, sequence.max_total_tokens - len(sequence.token_ids) - 1)
+            if most <= num_pending or not self._can_verify(sequence.sampling):
+                continue
+            proposing = self._of(sequence)
+            token_ids = _ask(proposing, sequence, most)[num_pending:]
+            if token_ids and proposing.source is not None:
+                found.append((sequence, token_ids))
+                along = proposing.source.acceptance.along(proposing.agreement, num_pending + len(token_ids))
+                chances.append(along[num_pending:])
+        if self._ms_of is None or not found:
+            return found
+        numbers = choose(chances, step, self._ms_of, self._turn_ms)
+        if any(numbers) and not num_pending:
+            base_ms = self._ms_of(step.num_tokens, step.num_context_tokens)
+            longer_ms = self._ms_of(step.num_tokens + sum(numbers), step.num_context_tokens)
+            self._gained_ms -= self._turn_ms + longer_ms - base_ms
+            for sequence, _ in found:
+                self._of(sequence).token_ms = base_ms / max(1, step.num_sampling)
+        return [(seq, tokens[:num]) for (seq, tokens), num in zip(found, numbers, strict=True) if num]
+
+    def count(self, sequence: Sequence, num_accepted: int) -> None:
+        """Count the steps that a sequence does not need, since it sampled some of its proposed tokens."""
+        self._gained_ms += self._of(sequence).token_ms * num_accepted
+
+    def take_gain(self) -> float:
+        """Return the milliseconds that were saved since the last call."""
+        gained_ms, self._gained_ms = self._gained_ms, 0.0
+        return gained_ms
+
+    def fitting(self, sequence: Sequence, token_ids: list[int], most: int) -> Proposal | None:
+        """Return as many of the proposed tokens as may be sampled, at most `most`, or None."""
+        token_ids, masks = masks_along(sequence, token_ids[:most])
         return Proposal(token_ids, masks) if token_ids else None
-
-    def judge(self, sequence: Sequence, num_accepted: int) -> None:
-        """Record how many tokens of its last proposal a sequence sampled."""
-        proposing = self._of(sequence)
-        proposing.num_rejected = 0 if num_accepted else proposing.num_rejected + 1
-        if proposing.num_rejected == MAX_REJECTED:
-            proposing.num_rejected, proposing.waits = 0, False
-            proposing.resumes_at = len(sequence.token_ids) + PAUSE_TOKENS
-
-    def look_ahead(self, sequence: Sequence) -> None:
-        """Let a sequence wait for its step in flight if something would be proposed behind the tokens that are known
-        so far."""
-        if not self._can_verify(sequence.sampling):
-            return
-        proposing = self._of(sequence)
-        if sequence.num_pending_tokens and not proposing.waits and len(sequence.token_ids) >= proposing.resumes_at:
-            proposing.waits = bool(proposing.proposer.propose(1))
 
     def _of(self, sequence: Sequence) -> Proposing:
         if sequence.proposing is None:
-            sequence.proposing = Proposing(self._proposer_of(sequence.token_ids))
+            proposers = [each(sequence.token_ids) for each in self._proposers]
+            if sequence.predicted_token_ids:
+                predicted = sequence.predicted_token_ids
+                proposers.insert(0, PredictionProposer(sequence.token_ids, sequence.num_prompt_tokens, predicted))
+            sequence.proposing = Proposing([self._source(each) for each in proposers])
         return sequence.proposing
+
+    def _source(self, proposer: Proposer) -> ProposalSource:
+        return ProposalSource(proposer, Acceptance(self._acceptance.setdefault(type(proposer), Acceptance())))
+
+
+def proposals_of(
+    settings: SpeculationConfig, can_verify: Callable[[SamplingParams], bool], ms_of: MsOf
+) -> Proposals | None:
+    """Return the proposals of an engine, or None if nothing is proposed."""
+    if settings.method == "off":
+        return None
+    proposers = [NgramProposer] if settings.method == "ngram" else []
+    return Proposals(proposers, settings.num_tokens, can_verify=can_verify, ms_of=ms_of)
+
+
+def _ask(proposing: Proposing, sequence: Sequence, most: int) -> list[int]:
+    """Return what may follow the known tokens of a sequence, after learning from the last proposal."""
+    known = sequence.token_ids
+    if (before := proposing.source) is not None:
+        proposed, start = proposing.token_ids, proposing.start
+        num_known = min(len(proposed), len(known) - start)
+        num_right = 0
+        while num_right < num_known and proposed[num_right] == known[start + num_right]:
+            num_right += 1
+        before.acceptance.learn(proposing.agreement, num_right, num_known)
+    proposing.source = None
+    for source in proposing.sources:
+        token_ids = source.proposer.propose(most)
+        if token_ids:
+            proposing.source, proposing.token_ids, proposing.start = source, token_ids, len(known)
+            proposing.agreement = source.proposer.agreement
+            return token_ids
+    return []
 
 
 def may_propose(sequence: Sequence) -> bool:

@@ -61,6 +61,8 @@ class Sequence:
     be alone, whatever other prompts its request has."""
     num_resumed_tokens: int = 0
     """Number of output tokens that another engine generated."""
+    predicted_token_ids: list[int] = field(default_factory=list)
+    """Tokens that the answer probably repeats, as the client said."""
     num_computed_tokens: int = 0
     """Number of tokens whose KV is in the cache once all launched steps have run."""
     num_pending_tokens: int = 0

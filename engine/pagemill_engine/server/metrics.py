@@ -115,6 +115,8 @@ class ServerMetrics:
         if step.num_step_tokens:
             metrics.histogram(names.ITERATION_TOKENS).observe(step.num_step_tokens)
             metrics.histogram(names.ENGINE_STEP_SECONDS).observe(step.load.step_ms / 1000)
+        if step.gained_ms:
+            metrics.gauge(names.ENGINE_SPECULATION_GAIN).inc(step.gained_ms / 1000)
         if step.step_time is not None:
             metrics.gauge(names.ENGINE_STEP_ERROR_P50).set(step.step_time.error_p50)
             metrics.gauge(names.ENGINE_STEP_ERROR_P95).set(step.step_time.error_p95)
@@ -159,6 +161,8 @@ class ServerMetrics:
             return
         now_s = time.monotonic()
         self._metrics.counter(names.GENERATION_TOKENS).inc(len(output.token_ids))
+        if output.num_proposed:
+            self._count_proposed(output)
         if timing.first_token_s is None:
             timing.first_token_s = now_s
             timing.queue_s = output.queue_s
@@ -170,6 +174,14 @@ class ServerMetrics:
             gap_s = now_s - timing.last_delivery_s[output.choice]
             self._metrics.histogram(names.INTER_TOKEN_LATENCY).observe(gap_s)
         timing.last_delivery_s[output.choice] = timing.last_token_s = now_s
+
+    def _count_proposed(self, output: TokensOut) -> None:
+        metrics = self._metrics
+        metrics.counter(names.SPEC_DRAFTS).inc()
+        metrics.counter(names.SPEC_DRAFT_TOKENS).inc(output.num_proposed)
+        metrics.counter(names.SPEC_ACCEPTED).inc(output.num_accepted)
+        for position in range(output.num_accepted):
+            metrics.counter(names.SPEC_ACCEPTED_AT, position=str(position)).inc()
 
     def request_finished(self, timing: RequestTiming, processor: Processor) -> None:
         metrics, num_tokens = self._metrics, processor.num_new_tokens

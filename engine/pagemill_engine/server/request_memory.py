@@ -24,6 +24,9 @@ TOKEN_BYTES = 72
 SEQUENCE_TOKEN_BYTES = 8
 """Memory of a token of a prompt in the list of each sequence, in the engine process."""
 
+PREDICTED_TOKEN_BYTES = 200
+"""Memory of a predicted token in the history of each sequence, in the engine process."""
+
 
 class RequestMemory:
     def __init__(self, max_bytes: int = MAX_REQUEST_BYTES) -> None:
@@ -56,6 +59,7 @@ class RequestMemory:
         """Count a prompt; return its bytes. Raises `PagemillError` like `take`, and 400 if it can never have room."""
         num_tokens, num_sequences = len(request.prompt_token_ids), request.sampling.num_sequences
         num_bytes = num_tokens * (TOKEN_BYTES + SEQUENCE_TOKEN_BYTES * num_sequences)
+        num_bytes += len(request.predicted_token_ids) * (TOKEN_BYTES + PREDICTED_TOKEN_BYTES * num_sequences)
         if num_bytes > self._shared.limit:
             raise invalid_field(
                 "n",

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from pagemill_engine.config import EngineConfig
+from pagemill_engine.config import EngineConfig, SpeculationConfig
 from pagemill_engine.sizing.budget import keeps_nothing
 from pagemill_models.spec.model_spec import ModelSpec
 
@@ -19,6 +19,7 @@ _GENERATING = {
     "tool_call_parser": "auto",
     "reasoning_parser": "auto",
     "chat_template": None,
+    "speculative": SpeculationConfig(),
 }
 """Settings of generated text -> the value with which they are not set."""
 _CACHING = {"kv_cache_dtype": "auto", "kv_cache_memory_bytes": None}
@@ -44,7 +45,11 @@ def unused_settings(config: EngineConfig, spec: ModelSpec) -> list[UnusedSetting
         UnusedSetting(
             name,
             f"`{name}` has no effect with `{spec.architecture}`, which {reason}. "
-            + (f"Remove {name}." if usual is None else f"Set {name} to {usual}."),
+            + (
+                f"Remove {name}."
+                if usual is None or isinstance(usual, SpeculationConfig)
+                else f"Set {name} to {usual}."
+            ),
             usual,
         )
         for name, usual, reason in rules

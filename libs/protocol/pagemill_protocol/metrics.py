@@ -106,6 +106,13 @@ CACHE_CONFIG_INFO = _vllm(
 PROMPT_TOKENS = _vllm("counter", "prompt_tokens", "Prompt tokens of admitted requests.")
 GENERATION_TOKENS = _vllm("counter", "generation_tokens", "Tokens generated.")
 NUM_PREEMPTIONS = _vllm("counter", "num_preemptions", "Requests that lost their blocks and are computed again.")
+SPEC_DRAFTS = _vllm("counter", "spec_decode_num_drafts", "Proposals of one token or more that a step verified.")
+SPEC_DRAFT_TOKENS = _vllm("counter", "spec_decode_num_draft_tokens", "Tokens proposed.")
+SPEC_ACCEPTED = _vllm("counter", "spec_decode_num_accepted_tokens", "Proposed tokens that were sampled.")
+SPEC_ACCEPTED_AT = _vllm(
+    "counter", "spec_decode_num_accepted_tokens_per_pos", "Proposed tokens that were sampled, by their place.",
+    ("position",),
+)  # fmt: skip
 REQUEST_SUCCESS = _vllm("counter", "request_success", "Requests that ended, by cause.", ("finished_reason",))
 PREFIX_CACHE_QUERIES = _vllm("counter", "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
 PREFIX_CACHE_HITS = _vllm("counter", "prefix_cache_hits", "Prompt tokens found in the prefix cache.")
@@ -164,6 +171,11 @@ ENGINE_MAX_NUM_SEQS = _engine("gauge", "max_num_seqs", "Sequences that may run a
 ENGINE_WAITING_TOKENS = _engine("gauge", "waiting_tokens", "Prompt tokens not yet computed.")
 ENGINE_CONTEXT_TOKENS = _engine("gauge", "context_tokens", "Context tokens of running requests.")
 ENGINE_STEP_SECONDS = _engine("histogram", "step_seconds", "Duration of one engine step.", buckets=_SHORT_S)
+ENGINE_SPECULATION_GAIN = _engine(
+    "gauge",
+    "speculation_gain_seconds",
+    "Time of steps that proposed tokens have saved since the start, by the predictions they were chosen by.",
+)
 ENGINE_STEP_ERROR_P50 = _engine("gauge", "step_prediction_error_p50", "Median relative error of step-time predictions.")
 ENGINE_STEP_ERROR_P95 = _engine(
     "gauge", "step_prediction_error_p95", "95th percentile of the relative error of step-time predictions."

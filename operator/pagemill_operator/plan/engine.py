@@ -10,9 +10,13 @@ from typing import Any
 
 from pagemill_crds.models import LLMDeployment
 from pagemill_crds.quantities import cpu_cores, duration_seconds, memory_bytes
+from pagemill_crds.sections.engine import Speculative
 from pagemill_crds.sections.model import GenerationDefaultsSection
 from pagemill_models.sources import in_full
 from pagemill_protocol.engine_ports import CONTROL_PORT, DATA_PORT
+
+SPECULATIVE_METHODS = ("auto", "ngram", "off")
+"""Methods of `spec.engine.speculative` that engines have."""
 
 
 def engine_settings(deployment: LLMDeployment) -> dict[str, Any]:
@@ -40,12 +44,19 @@ def engine_settings(deployment: LLMDeployment) -> dict[str, Any]:
         "generation_defaults": _defaults(model.generation_defaults),
         "tool_call_parser": _unless_auto(model.tool_call_parser),
         "reasoning_parser": _unless_auto(model.reasoning_parser),
+        "speculative": _speculative(engine.speculative),
     }
     return settings | {name: value for name, value in optional.items() if value is not None}
 
 
 def _defaults(defaults: GenerationDefaultsSection | None) -> dict[str, float] | None:
     return None if defaults is None else defaults.model_dump(by_alias=False, exclude_none=True) or None
+
+
+def _speculative(section: Speculative | None) -> dict[str, Any] | None:
+    if section is None or section.method not in SPECULATIVE_METHODS:
+        return None
+    return {"method": section.method, "num_tokens": section.num_tokens}
 
 
 def _unless_auto(parser: str) -> str | None:

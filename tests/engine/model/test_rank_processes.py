@@ -66,7 +66,9 @@ def test_ranks_verify_proposed_tokens(llama_folder: Path, ranks: Ranks, runner_l
     expected = Engine(single).run(prompts, LONG)
     single.close()
     texts = [prompt + tokens for prompt, (tokens, _) in zip(prompts, expected, strict=True)]
-    engine = Engine(ranks(llama_folder, 2), Proposals(oracle(texts, random.Random(4), error_rate, BASE["vocab_size"])))
+    engine = Engine(
+        ranks(llama_folder, 2), Proposals([oracle(texts, random.Random(4), error_rate, BASE["vocab_size"])])
+    )
     assert engine.run(prompts, LONG) == expected
     assert engine.core.num_steps < (30 if error_rate == 0 else 58)
 

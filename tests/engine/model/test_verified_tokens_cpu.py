@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from oracle_proposer import oracle
@@ -27,7 +28,7 @@ from pagemill_engine.sampling import runs, sampler
 from pagemill_engine.scheduler.proposals import Proposals
 from pagemill_models.tokenizer_files.load_bundle import load_bundle
 from pagemill_protocol.request.answer_format import AnswerFormat
-from pagemill_protocol.request.generate import GenerateRequest
+from pagemill_protocol.request.generate import ChoiceResume, GenerateRequest
 from pagemill_protocol.request.sampling import SamplingParams
 
 PERSON = {
@@ -101,7 +102,11 @@ def requests(kinds: list[str]) -> list[GenerateRequest]:
 
 
 def serve(
-    runner: Any, tokenizer: Tokenizer, proposals: Proposals | None, kinds: list[str] | None = None
+    runner: Any,
+    tokenizer: Tokenizer,
+    proposals: Proposals | None,
+    kinds: list[str] | None = None,
+    change: Callable[[GenerateRequest], GenerateRequest] = lambda request: request,
 ) -> tuple[Answers, int]:
     """Return what each choice got, and the number of steps."""
     inner: Any = runner._inner if isinstance(runner, ThreadedRunner) else runner
@@ -113,7 +118,7 @@ def serve(
     core = EngineCore(config, runner, proposals=proposals)
     core.grammar_requests.load_tokenizer = lambda: tokenizer
     for request in requests(kinds or list(KINDS)):
-        core.add(request)
+        core.add(change(request))
     answers: Answers = {}
     while core.has_work:
         for output in core.step().outputs:
@@ -139,7 +144,7 @@ def texts(plain: tuple[Answers, int]) -> list[list[int]]:
 
 
 def with_oracle(texts: list[list[int]], error_rate: float, vocab_size: int) -> Proposals:
-    return Proposals(oracle(texts, random.Random(5), error_rate, vocab_size))
+    return Proposals([oracle(texts, random.Random(5), error_rate, vocab_size)])
 
 
 @pytest.mark.parametrize("error_rate", [0.0, 0.15, 0.5])
@@ -155,7 +160,7 @@ def test_every_feature_gives_the_answers_of_decoding_without_proposals(
 def test_ngrams_give_the_answers_of_decoding_without_proposals(
     runner: Any, tokenizer: Tokenizer, plain: tuple[Answers, int]
 ) -> None:
-    found, num_steps = serve(runner, tokenizer, Proposals(NgramProposer))
+    found, num_steps = serve(runner, tokenizer, Proposals([NgramProposer]))
     assert found == plain[0]
     assert num_steps <= plain[1]
 
@@ -207,3 +212,45 @@ def test_the_faults_of_a_verifier_are_found(
         with pytest.raises(Exception, match="tokens"):
             serve(runner, tokenizer, with_oracle(texts, 0.5, tokenizer.vocab_size))
     assert not is_found(runner, tokenizer, plain, texts), "the faults are gone"
+
+
+def with_predictions(texts: dict[str, list[int]]) -> Callable[[GenerateRequest], GenerateRequest]:
+    """Let clients predict their answers, with every ninth token wrong."""
+
+    def predicted(request: GenerateRequest) -> GenerateRequest:
+        answer = texts[request.request_id]
+        wrong = [token_id if place % 9 != 8 else (token_id + 1) % 64 for place, token_id in enumerate(answer)]
+        return msgspec.structs.replace(request, predicted_token_ids=wrong)
+
+    return predicted
+
+
+def test_predictions_of_clients_change_no_answer(runner: Any, tokenizer: Tokenizer, plain: tuple[Answers, int]) -> None:
+    first = {name: answer["token_ids"] for (name, _), answer in reversed(plain[0].items())}
+    found, _ = serve(runner, tokenizer, Proposals([]), change=with_predictions(first))
+    assert found == plain[0]
+    kinds = ["drawn", "penalties"]
+    alone, num_plain = serve(runner, tokenizer, None, kinds)
+    texts = {name: answer["token_ids"] for (name, _), answer in alone.items()}
+    found, num_steps = serve(runner, tokenizer, Proposals([]), kinds, with_predictions(texts))
+    assert found == alone
+    assert num_steps < 0.6 * num_plain, "predictions were verified"
+
+
+def test_another_engine_goes_on_with_a_prediction(
+    runner: Any, tokenizer: Tokenizer, plain: tuple[Answers, int]
+) -> None:
+    """A request that moves has its prediction and the tokens so far; the rest is as it was."""
+    kinds = ["greedy", "min-p", "bias", "bad-words"]
+    alone, _ = serve(runner, tokenizer, None, kinds)
+    texts = {name: answer["token_ids"] for (name, _), answer in alone.items()}
+
+    def moved(request: GenerateRequest) -> GenerateRequest:
+        resume = [ChoiceResume(0, texts[request.request_id][:7], 0)]
+        return msgspec.structs.replace(with_predictions(texts)(request), resume=resume)
+
+    found, num_steps = serve(runner, tokenizer, Proposals([]), kinds, moved)
+    assert {name: answer["token_ids"] for (name, _), answer in found.items()} == {
+        name: tokens[7:] for name, tokens in texts.items()
+    }
+    assert num_steps < 13, "for 17 tokens and more"

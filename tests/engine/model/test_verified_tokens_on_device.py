@@ -78,7 +78,7 @@ def test_answers_with_proposed_tokens_are_those_without_on_a_device(runner: Any)
     prompts = {request.request_id: request.prompt_token_ids for request in requests()}
     texts = [prompts[name] + token_ids for (name, _), (token_ids, _) in plain.items()]
     of = oracle(texts, random.Random(1), 0.3, 64)
-    answers, proposed = serve(runner, Proposals(of, 4, can_verify=device_runner.can_verify))
+    answers, proposed = serve(runner, Proposals([of], 4, can_verify=device_runner.can_verify))
     assert answers.keys() == plain.keys()
     for name, (token_ids, logprobs) in answers.items():
         assert token_ids == plain[name][0], name

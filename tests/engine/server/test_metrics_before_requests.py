@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.server.metrics import ServerMetrics
+from pagemill_engine.ipc.messages import StepOutputs, TokensOut
+from pagemill_engine.server.metrics import RequestTiming, ServerMetrics
 
 
 @pytest.mark.parametrize(
@@ -16,6 +17,9 @@ from pagemill_engine.server.metrics import ServerMetrics
         'vllm:request_success_total{engine="0",finished_reason="stop",model_name="m"}',
         "vllm:prefix_cache_hits_total",
         "vllm:num_preemptions_total",
+        "vllm:spec_decode_num_drafts_total",
+        "vllm:spec_decode_num_draft_tokens_total",
+        "vllm:spec_decode_num_accepted_tokens_total",
         "vllm:time_to_first_token_seconds_count",
         "vllm:e2e_request_latency_seconds_count",
         "vllm:inter_token_latency_seconds_count",
@@ -26,3 +30,25 @@ def test_vllms_series_start_at_zero(series: str) -> None:
     lines = ServerMetrics("m", EngineConfig(model="m")).scrape("").body.decode().splitlines()
     (line,) = [each for each in lines if each.startswith(series)]
     assert line.endswith(" 0.0")
+
+
+def test_proposed_tokens_are_counted_by_their_place() -> None:
+    metrics = ServerMetrics("m", EngineConfig(model="m"))
+    timing = RequestTiming(arrival_s=0.0)
+    for num_accepted in (0, 1, 3):
+        tokens = list(range(num_accepted + 1))
+        metrics.tokens(
+            timing, TokensOut(request_id="r", token_ids=tokens, num_proposed=4, num_accepted=num_accepted), 1
+        )
+    metrics.step(StepOutputs(gained_ms=2500.0))
+    metrics.step(StepOutputs(gained_ms=-500.0))
+    lines = metrics.scrape("").body.decode().splitlines()
+    values = {line.partition("{")[0]: line.rpartition(" ")[2] for line in lines if "_per_pos_total" not in line}
+    assert values["vllm:spec_decode_num_drafts_total"] == "3.0"
+    assert values["vllm:spec_decode_num_draft_tokens_total"] == "12.0"
+    assert values["vllm:spec_decode_num_accepted_tokens_total"] == "4.0"
+    assert values["pagemill_engine_speculation_gain_seconds"] == "2.0"
+    places = [
+        line.rpartition(" ")[2] for line in lines if line.startswith("vllm:spec_decode_num_accepted_tokens_per_pos")
+    ]
+    assert places == ["2.0", "1.0", "1.0"]

@@ -51,6 +51,26 @@ def test_a_stream_has_the_same_text_and_ends_with_usage(client: openai.OpenAI) -
     assert all(chunk.usage is None for chunk in chunks[:-1])
 
 
+def test_what_the_client_predicts_is_verified_and_counted(client: openai.OpenAI, model_server: Any) -> None:
+    arguments: dict[str, Any] = {"model": MODEL, "messages": FRANCE, "temperature": 0, "max_tokens": 24}
+    plain = client.chat.completions.create(**arguments)
+    text = plain.choices[0].message.content or ""
+    for content in (text, [{"type": "text", "text": text}]):
+        found = client.chat.completions.create(**arguments, prediction={"type": "content", "content": content})
+        assert found.choices == plain.choices
+        assert found.usage is not None
+        details = found.usage.completion_tokens_details
+        assert details is not None
+        assert 0 < (details.accepted_prediction_tokens or 0) < found.usage.completion_tokens
+        assert details.rejected_prediction_tokens is not None
+    assert plain.usage is not None
+    assert plain.usage.completion_tokens_details is None
+    other = client.chat.completions.create(**arguments, prediction={"type": "content", "content": "Lisbon, of course."})
+    assert other.choices == plain.choices
+    with pytest.raises(openai.BadRequestError, match=r"prediction\.type"):
+        client.chat.completions.create(**arguments, prediction={"type": "text", "content": "x"})  # type: ignore[typeddict-item]
+
+
 def test_a_repeated_prompt_uses_the_prefix_cache(client: openai.OpenAI) -> None:
     messages: list[Any] = [{"role": "user", "content": "Remember these words: " + "apple pear plum " * 10}]
     usages = [

@@ -12,7 +12,7 @@ import pytest
 
 from pagemill import LLM, AsyncLLM, RequestOutput, RequestOutputKind, SamplingParams
 from pagemill_engine import vllm_arguments
-from pagemill_engine.config import EngineConfig
+from pagemill_engine.config import EngineConfig, SpeculationConfig
 from pagemill_engine.offline import config_of
 from pagemill_protocol.errors import PagemillError
 
@@ -56,7 +56,21 @@ def test_an_argument_without_effect_is_logged_once(
         ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 is not supported. One process"),
         ({"fully_sharded_loras": True}, "fully_sharded_loras=True is not supported"),
         ({"revision": "main"}, "hf://ORG/NAME@REVISION"),
-        ({"speculative_config": {"model": "x"}}, "Engines do not speculate"),
+        ({"speculative_config": {"model": "x"}}, "speculative_config: method 'x' is not supported"),
+        ({"speculative_config": {"method": "eagle3", "model": "x"}}, "runs no draft model"),
+        ({"speculative_config": {"method": "deepseek_mtp"}}, "method 'deepseek_mtp' is not supported"),
+        ({"speculative_config": {"method": "ngram", "rejection": 1}}, "speculative_config: rejection is not supported"),
+        (
+            {"speculative_config": {"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 3}},
+            "prompt_lookup_min=5 is above prompt_lookup_max=3",
+        ),
+        (
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 17}},
+            "a whole number of 1 to 16, got 17",
+        ),
+        ({"speculative_config": "ngram"}, "must be an object"),
+        ({"speculative": {"method": "draft"}}, "method draft: this version runs no model"),
+        ({"speculative": {"method": "auto", "tokens": 3}}, "tokens"),
         ({"enforce_eager": True, "cuda_graphs": True}, "enforce_eager and cuda_graphs are the same here"),
         ({"gpu_memory_utilisation": 0.9}, "LLM has no parameter 'gpu_memory_utilisation'"),
     ],
@@ -161,3 +175,21 @@ async def test_requests_of_an_engine_that_ends_unexpectedly_fail_with_the_reason
         with pytest.raises(PagemillError, match="The engine process ended"):
             async for _ in running:
                 pass
+
+
+@pytest.mark.parametrize(
+    ("given", "setting"),
+    [
+        (None, SpeculationConfig()),
+        ({}, SpeculationConfig()),
+        ({"method": "suffix"}, SpeculationConfig(method="ngram")),
+        ({"model": "[ngram]", "num_speculative_tokens": 5}, SpeculationConfig(method="ngram", num_tokens=5)),
+        (
+            {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 2, "prompt_lookup_max": 4},
+            SpeculationConfig(method="ngram", num_tokens=3),
+        ),
+        ({"method": "off"}, SpeculationConfig(method="off")),
+    ],
+)
+def test_what_is_proposed_is_set_as_in_vllm(given: Any, setting: SpeculationConfig) -> None:
+    assert config_of("model", {"speculative_config": given}).speculative == setting

@@ -77,7 +77,9 @@ class DeviceRunner:
     ) -> None:
         if ops.on_device is None:
             raise ValueError("the rows of requests need a backend that has operations for them")
-        self.info = info._replace(overlaps=ops.device.type == "cuda", jumps_forward=ops.device.type != "cuda")
+        self.info = info._replace(
+            overlaps=ops.device.type == "cuda", jumps_forward=ops.device.type != "cuda", can_verify=can_verify
+        )
         self.model = model
         self.kv_cache = kv_cache
         self._ops, self._on_device = ops, ops.on_device

@@ -55,10 +55,11 @@ class OutputQueue:
             sequence.reported = True
         self._outputs.append(output)
 
-    def join(self, first: int) -> None:
-        """Make one output of those from index `first` on, which have tokens of one sequence."""
+    def verified(self, first: int, num_proposed: int, num_accepted: int) -> None:
+        """Make one output of those from index `first` on, which have tokens of one sequence, of which some had been
+        proposed."""
         outputs = self._outputs[first:]
-        if len(outputs) < 2:
+        if not outputs:
             return
         begin, end = outputs[0], outputs[-1]
         logprobs = None if begin.logprobs is None else [entry for each in outputs for entry in each.logprobs or ()]
@@ -67,6 +68,8 @@ class OutputQueue:
                 begin,
                 token_ids=[token_id for each in outputs for token_id in each.token_ids],
                 logprobs=logprobs,
+                num_proposed=num_proposed,
+                num_accepted=num_accepted,
                 finish_reason=end.finish_reason,
                 error=end.error,
                 error_code=end.error_code,

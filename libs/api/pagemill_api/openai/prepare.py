@@ -115,20 +115,15 @@ def prepare_chat(
         sampling = msgspec.structs.replace(sampling, structured_outputs=outputs)
     special, shielded = req.add_special_tokens, parsers.control_tokens == "text"
     token_ids = _encode(tokenizer, text, special, max_model_len, "messages", sampling, cache_salt, shielded)
-    max_tokens = _answer_budget(
-        len(token_ids),
-        req.requested_tokens,
-        defaults.get("max_tokens"),
-        max_model_len,
-        "messages",
-        req.max_tokens_field,
-    )
+    lengths = len(token_ids), req.requested_tokens, defaults.get("max_tokens"), max_model_len
+    max_tokens = _answer_budget(*lengths, "messages", req.max_tokens_field)
     request = GenerateRequest(
         request_id=request_id,
         response_id=_response_id(req, request_id, several=False),
         model=req.model,
         prompt_token_ids=token_ids,
         sampling=_limited(sampling, max_tokens),
+        predicted_token_ids=_predicted(req, tokenizer, max_model_len, cache_salt),
         dialect="chat",
         answer_format=form.answer_format_after(text),
         return_token_ids=req.return_token_ids,
@@ -318,6 +313,15 @@ def _encode(
     if not token_ids:
         raise invalid_field(param, f"`{param}` has no tokens. Send some text.")
     return sampling.truncate_prompt(token_ids, max_model_len)
+
+
+def _predicted(req: ChatCompletionRequest, tokenizer: Tokenizer, max_model_len: int, scope: str) -> list[int]:
+    """Return the tokens of the text that the answer probably repeats. Control tokens in it are text, as in answers."""
+    if req.prediction is None or not req.prediction.content:
+        return []
+    return tokenizer.encode_within(
+        req.prediction.content, max_model_len, False, param="prediction.content", scope=scope, shielded=True
+    )
 
 
 def _response_id(req: SamplingFields, request_id: str, *, several: bool) -> str:

@@ -221,10 +221,14 @@ def add_usage(*usages: Usage) -> Usage:
     )
 
 
+_COMPLETION_DETAILS = ("reasoning_tokens", "accepted_prediction_tokens", "rejected_prediction_tokens")
+
+
 def usage_object(usage: Usage) -> dict[str, Any]:
     details: dict[str, Any] = {"prompt_tokens_details": {"cached_tokens": usage.cached_tokens}}
-    if usage.reasoning_tokens is not None:
-        details["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}
+    counts = {name: count for name in _COMPLETION_DETAILS if (count := getattr(usage, name)) is not None}
+    if counts:
+        details["completion_tokens_details"] = counts
     return {**_token_counts(usage), **details}
 
 

@@ -63,6 +63,12 @@ class StreamOptions(RequestModel):
     """With `include_usage`: every chunk has the usage so far, with the completion tokens of its own choice."""
 
 
+class PredictedAnswer(RequestModel):
+    type: Literal["content"]
+    content: ContentText
+    """Text that the answer probably repeats. It is proposed, and changes no answer."""
+
+
 class ChatMessage(RequestModel):
     UNSUPPORTED: ClassVar = unsupported.MESSAGE
 
@@ -246,6 +252,8 @@ class ChatCompletionRequest(SamplingFields, ChatTemplateFields):
     """If false, reasoning is parsed and left out of the answer."""
     verbosity: Literal["low", "medium", "high"] | None = None
     """A variable of the chat template."""
+    prediction: PredictedAnswer | None = None
+    """What the answer probably repeats, as for an edited file."""
 
     @property
     def prompt_tools(self) -> list[dict[str, Any]]:

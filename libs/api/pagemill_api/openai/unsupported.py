@@ -70,7 +70,6 @@ IGNORED: Mapping[str, str] = {
     "image": "images are refused",
     "max_tool_calls": "it limits tools that run at OpenAI",
     "metadata": "chat completions are not stored; responses repeat it",
-    "prediction": "it only makes OpenAI's answers faster",
     "prompt_cache_key": CACHED,
     "prompt_cache_options": CACHED,
     "prompt_cache_retention": CACHED,
@@ -91,7 +90,7 @@ def _ignored(*names: str) -> Mapping[str, str]:
 _OF_ALL = ("access_programs", "metadata", "safety_identifier", "service_tier", "store", "user")
 _OF_CACHES = ("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention")
 IGNORED_IN_COMPLETIONS = _ignored(*_OF_ALL, *_OF_CACHES)
-IGNORED_IN_CHAT = _ignored(*_OF_ALL, *_OF_CACHES, "prediction", "suffix")
+IGNORED_IN_CHAT = _ignored(*_OF_ALL, *_OF_CACHES, "suffix")
 IGNORED_IN_RESPONSES = _ignored(
     *("access_programs", "background_options", "image", "max_tool_calls", "safety_identifier", "service_tier"),
     *("stream_options", "user"),

@@ -54,6 +54,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """The model name that the client sent; repeated in the response."""
     prompt_token_ids: list[int]
     sampling: SamplingParams
+    predicted_token_ids: list[int] = []
+    """Tokens that the answer probably repeats, by the client's own words. They change no answer."""
     pooling: PoolingParams | None = None
     """If set, the model returns a vector or a score of the prompt and generates no token; the rest of `sampling` is
     ignored."""
@@ -207,6 +209,10 @@ class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
     """Prompt tokens whose KV was found in the prefix cache."""
     reasoning_tokens: int | None = None
     """The part of `completion_tokens` in reasoning; `None`: reasoning is not separated from text."""
+    accepted_prediction_tokens: int | None = None
+    """Tokens that were proposed and generated; `None`: the client predicted nothing."""
+    rejected_prediction_tokens: int | None = None
+    """Tokens that were proposed and not generated."""
 
 
 class FrameMeta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

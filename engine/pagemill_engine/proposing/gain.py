@@ -1,0 +1,69 @@
+"""Chooses how many tokens are proposed for each row of a step: as many as give the most tokens in a millisecond.
+
+The time is that of the whole step: a token more for one row makes all others wait. Step times have knees, since kernels
+compute up to 4, 8 and 16 rows at different speeds, so more proposals can be worth it where a few are not: all numbers
+are compared, the likeliest tokens of all rows first. Chances are `acceptance`'s part, step times the step-time model's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+LEAST_GAIN = 1.02
+"""A step with proposals must be expected to be better by this factor: chances and times are estimates."""
+BEST_CHANCE = 0.97
+"""Chance of a token in a text that is copied."""
+
+
+class StepShape(NamedTuple):
+    """A step without proposals."""
+
+    num_tokens: int
+    num_sampling: int
+    """Requests that sample in it."""
+    num_context_tokens: int = 0
+
+
+MsOf = Callable[[int, int], float]
+"""Predicts the milliseconds of a step with so many tokens, whose decodes read so many tokens of context."""
+
+
+def choose(chances: Sequence[Sequence[float]], step: StepShape, ms_of: MsOf, turn_ms: float = 0.0) -> list[int]:
+    """Return the number of tokens to propose for each row. All are 0 if nothing is gained.
+
+    `chances`: for each row and proposed token, the chance that it and all before it are sampled. `turn_ms`: time that
+    a step takes longer because it waits for the tokens of the one before, which one without proposals does not.
+    """
+    numbers = [0] * len(chances)
+    ordered = [(-chance, place, row) for row, each in enumerate(chances) for place, chance in enumerate(each)]
+    ordered.sort()
+    base_ms = ms_of(step.num_tokens, step.num_context_tokens)
+    if base_ms <= 0:  # nothing is known about the device
+        return numbers
+    tokens, best_num = float(step.num_sampling), 0
+    best = LEAST_GAIN * tokens / base_ms
+    for num, (chance, _, _) in enumerate(ordered, 1):
+        tokens -= chance
+        rate = tokens / (turn_ms + ms_of(step.num_tokens + num, step.num_context_tokens))
+        if rate > best:
+            best, best_num = rate, num
+    for _, _, row in ordered[:best_num]:
+        numbers[row] += 1
+    return numbers
+
+
+def can_gain(num_rows: int, most: int, step: StepShape, ms_of: MsOf) -> bool:
+    """Whether a step could be better with proposals that are nearly always right: not where it is bound by
+    computation. Takes a few predictions, so that rows of a large batch need not be asked."""
+    base_ms = ms_of(step.num_tokens, step.num_context_tokens)
+    tokens, chance, num = float(step.num_sampling), 1.0, step.num_tokens
+    for _ in range(most):
+        chance *= BEST_CHANCE
+        for part in (1, num_rows - 1):  # one row alone, then all of them
+            tokens += chance * part
+            num += part
+            ms = ms_of(num, step.num_context_tokens)
+            if base_ms > 0 and tokens * base_ms > LEAST_GAIN * step.num_sampling * ms:
+                return True
+    return False
