@@ -68,7 +68,8 @@ class EngineCore:
         self.config = msgspec.structs.replace(config, **step_limits(config, runner.info)._asdict())
         self.runner = runner
         if proposals is None and runner.info.pooling is None and runner.info.stages == 1:
-            proposals = proposals_of(config.speculative, runner.info.can_verify, self._ms_of)
+            can_verify = runner.info.can_verify
+            proposals = proposals_of(config.speculative, can_verify, lambda *of: self.step_time.predict_ms(*of))
         self._proposals = proposals
         self.scheduler = Scheduler(scheduler_limits(config, runner.info), clock, proposals, runner.info.stages)
         self.grammar_requests = GrammarRequests(config.model, self.scheduler, runner.info)
@@ -89,9 +90,6 @@ class EngineCore:
         self._last_read_s = float("-inf")
         self._has_next_step = False  # the last step left work: the next one begins where it ended
         self._step_time_sent_s = float("-inf")
-
-    def _ms_of(self, num_tokens: int, num_context_tokens: int) -> float:
-        return self.step_time.predict_ms(num_tokens, num_context_tokens)
 
     def add(self, request: GenerateRequest) -> None:
         """Queue a request. Raises `PagemillError` with the reason if it cannot be served here."""

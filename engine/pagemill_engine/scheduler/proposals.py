@@ -23,10 +23,13 @@ from pagemill_protocol.request.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from pagemill_engine.scheduler.restriction import Mask
+    from pagemill_engine.scheduler.sequences import Sequences
 
 MOST_PROPOSED = 8
 """Tokens proposed for a sequence in one step."""
 
+MOST_TOKENS = 512
+"""Tokens of prompts that a step is taken to have at most."""
 TURN_GAIN = 0.1
 """Weight of the latest measurement."""
 
@@ -71,14 +74,18 @@ class Proposals:
         wait otherwise."""
         self._turn_ms += TURN_GAIN * (ms - self._turn_ms)
 
-    def choose(self, sequences: list[Sequence], step: StepShape) -> list[tuple[Sequence, list[int]]]:
-        """Return the sequences for which tokens are proposed in a step, with these tokens."""
-        return self._chosen(sequences, step, 0)
+    def choose(self, sequences: list[Sequence], all_sequences: Sequences) -> list[tuple[Sequence, list[int]]]:
+        """Return those of `sequences` for which tokens are proposed in a step, with these tokens."""
+        return self._chosen(sequences, _step_shape(all_sequences), 0) if sequences else []
 
-    def are_worth_waiting(self, sequences: list[Sequence], step: StepShape) -> bool:
-        """Whether the next step should wait for the tokens of the step in flight, because of what will be proposed
-        behind them."""
-        return bool(self._chosen(sequences, step, 1))
+    def keep_waiting(self, all_sequences: Sequences) -> bool:
+        """Whether the next step waits for the tokens of the step in flight: of some it is not known how many there
+        are, or proposals behind them gain more."""
+        running = all_sequences.running
+        if any(seq.num_pending_tokens > 1 for seq in running):
+            return True
+        seqs = [seq for seq in running if seq.num_pending_tokens and not (seq.search or seq.pooling)]
+        return bool(self._chosen(seqs, _step_shape(all_sequences), 1))
 
     def _chosen(self, sequences: list[Sequence], step: StepShape, num_pending: int) -> list[tuple[Sequence, list[int]]]:
         """`num_pending`: tokens of the sequences that are not known yet."""
@@ -146,6 +153,20 @@ def proposals_of(
         return None
     proposers = [NgramProposer] if settings.method == "ngram" else []
     return Proposals(proposers, settings.num_tokens, can_verify=can_verify, ms_of=ms_of)
+
+
+def _step_shape(all_sequences: Sequences) -> StepShape:
+    """Return what a step without proposals would compute. Its budget is no bound: a proposal takes the place of a
+    token of a prompt then, which is what a longer step costs."""
+    num_decodes = num_context_tokens = 0
+    num_tokens = all_sequences.num_queued_tokens
+    for seq in all_sequences.running:
+        num_due_tokens = len(seq.token_ids) + seq.num_pending_tokens - seq.num_computed_tokens
+        num_tokens += num_due_tokens
+        if num_due_tokens == 1:
+            num_decodes += 1
+            num_context_tokens += seq.num_computed_tokens
+    return StepShape(min(num_tokens, MOST_TOKENS + len(all_sequences.running)), num_decodes, num_context_tokens)
 
 
 def _ask(proposing: Proposing, sequence: Sequence, most: int) -> list[int]:

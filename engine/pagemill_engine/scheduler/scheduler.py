@@ -25,7 +25,6 @@ from pagemill_engine.ipc.messages import TokensOut
 from pagemill_engine.kv.manager import CacheManager
 from pagemill_engine.kv.tables import NO_MATCH, NO_NEW_BLOCKS, Allocation
 from pagemill_engine.limits import SchedulerLimits
-from pagemill_engine.proposing.gain import StepShape
 from pagemill_engine.scheduler.admission import Admission, already_served
 from pagemill_engine.scheduler.beam_searches import BeamSearches, clash, sequences_to_abort
 from pagemill_engine.scheduler.builder import StepBuilder, prompt_targets, reusable_tokens
@@ -162,7 +161,7 @@ class Scheduler:
                 self._schedule_alone(probing[0], step)
         else:
             proposals = self._proposals if self._proposals is not None and self._proposals.is_active else None
-            if proposals is not None and self._in_flight and self._waits_for_proposals(proposals):
+            if proposals is not None and self._in_flight and proposals.keep_waiting(self._sequences):
                 return step.plan
             self._preempt_low_priority()
             preemptions = self.num_preemptions
@@ -194,36 +193,12 @@ class Scheduler:
             begin_masks([self._sequences.by_id[name] for name in plan.token_masks])
         self._in_flight.launch(plan)
 
-    def _waits_for_proposals(self, proposals: Proposals) -> bool:
-        """Whether the next step waits for the tokens of the step in flight: of some it is not known how many there
-        are, or proposals behind them gain more."""
-        if any(seq.num_pending_tokens > 1 for seq in self._running):
-            return True
-        seqs = [seq for seq in self._running if seq.num_pending_tokens and not (seq.search or seq.pooling)]
-        return proposals.are_worth_waiting(seqs, self._step_shape())
-
-    def _step_shape(self) -> StepShape:
-        """Return what a step without proposals would compute."""
-        num_decodes = num_context_tokens = 0
-        num_prefill_tokens = self._sequences.num_queued_tokens
-        for seq in self._running:
-            if seq.num_due_tokens > 1:
-                num_prefill_tokens += seq.num_due_tokens
-            else:
-                num_decodes += 1
-                num_context_tokens += seq.num_computed_tokens
-        num_tokens = min(num_decodes + num_prefill_tokens, self.limits.max_num_batched_tokens)
-        return StepShape(num_tokens, num_decodes, num_context_tokens)
-
     def _schedule_proposals(self, proposals: Proposals, step: StepBuilder) -> None:
         """Schedule the decodes for which tokens are proposed, as long as all others have budget and blocks."""
-        left, num_running = step.budget - len(self._running), len(self._running)
+        left, num_running, one_block = step.budget - len(self._running), len(self._running), [1] * len(self.kv.kinds)
         turn = turn_of(self._running, equal_part(self._running, self._num_stages))
         seqs = [seq for seq in turn if may_propose(seq) and not self._choices.fork_is_due(seq)]
-        if left < 1 or not seqs:
-            return
-        one_block = [1] * len(self.kv.kinds)
-        for seq, token_ids in proposals.choose(seqs, self._step_shape()):
+        for seq, token_ids in proposals.choose(seqs, self._sequences):
             if left < 1 or not self.kv.has_room(one_block, step.reserved, num_running):
                 return
             found = proposals.fitting(seq, token_ids, left)
@@ -448,8 +423,8 @@ class Scheduler:
             self._sequences.finish(seq, "abort")
             return
         num_accepted, num_outputs = len(token_ids) - 1, len(self._sequences.outputs)
-        assert self._proposals is not None
-        self._proposals.count(seq, num_accepted)
+        if self._proposals is not None:
+            self._proposals.count(seq, num_accepted)
         for place, token_id in enumerate(token_ids):
             if place:
                 self.kv.commit(seq, 1)
