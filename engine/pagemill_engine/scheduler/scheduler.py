@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from pagemill_engine.grammar.token_state import TokenStates
 
 Clock = Callable[[], float]
+Logprobs = list[TokenLogprobs]
 
 
 class Scheduler:
@@ -203,10 +204,9 @@ class Scheduler:
                 return
             found = proposals.fitting(seq, token_ids, left)
             allocation = found and self.kv.allocate(seq, 1 + len(found.token_ids), len(found.token_ids))
-            if found is None or allocation is None:
-                continue
-            step.verify(seq, found, allocation)
-            left -= len(found.token_ids)
+            if found is not None and allocation is not None:
+                step.verify(seq, found, allocation)
+                left -= len(found.token_ids)
 
     def _schedule_decodes(self, step: StepBuilder) -> list[Sequence]:
         """Schedule all decodes. Returns the running sequences that are still in their prefill."""
@@ -399,12 +399,7 @@ class Scheduler:
         self._in_flight.complete(plan)
 
     def _take_verified(
-        self,
-        seq: Sequence,
-        num_tokens: int,
-        num_proposed: int,
-        token_ids: list[int],
-        logprobs: list[TokenLogprobs] | None,
+        self, seq: Sequence, num_tokens: int, num_proposed: int, token_ids: list[int], logprobs: Logprobs | None
     ) -> None:
         """Apply the result of a sequence with proposed tokens: `token_ids` were sampled, of which all but the last were
         proposed. They are taken one by one, as if each had been sampled in a step of its own."""
