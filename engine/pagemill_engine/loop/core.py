@@ -174,7 +174,7 @@ class EngineCore:
         if not plan.num_scheduled_tokens:
             return None
         started_s = self._clock()
-        if self._proposals is not None and self.overlaps and self._has_next_step and self._in_flight is None:
+        if self._proposals is not None and self.overlaps and self._has_next_step and not self._in_flight:
             self._proposals.record_turn((started_s - self._last_read_s) * 1000)
         self.expected_step_ms += predicted_ms(self.step_time, plan)
         try:
