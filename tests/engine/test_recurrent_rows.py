@@ -97,7 +97,7 @@ def test_proposed_tokens_are_in_no_state(checking_runner: Make, overlap: bool) -
         plain, _ = run(checking_runner, number, overlap, 0)
         prompts = {request.request_id: request.prompt_token_ids for request in workload(number)}
         texts = [prompts[name] + answer for (name, choice), answer in plain.items() if choice >= 0]
-        proposals = Proposals(oracle(texts, random.Random(number), 0.3, 11), 5)
+        proposals = Proposals([oracle(texts, random.Random(number), 0.3, 11)], 5)
         found, runner = run(checking_runner, number, overlap, 8, proposals)
         assert found == plain, f"workload {number} has other tokens"
         num_proposed += sum(len(each) for plan in runner.plans for each in plan.proposals.values())

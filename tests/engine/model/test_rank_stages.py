@@ -93,7 +93,7 @@ def test_stages_verify_proposed_tokens(three_layers: Path, ranks: Ranks, runner_
     expected = Engine(single).run(FIRST, LONG)
     single.close()
     texts = [prompt + tokens for prompt, (tokens, _) in zip(FIRST, expected, strict=True)]
-    proposals = Proposals(oracle(texts, random.Random(4), error_rate, BASE["vocab_size"]))
+    proposals = Proposals([oracle(texts, random.Random(4), error_rate, BASE["vocab_size"])])
     assert Engine(ranks(three_layers, 3, num_stages=3), proposals).run(FIRST, LONG) == expected
 
 
