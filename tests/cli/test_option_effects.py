@@ -82,6 +82,7 @@ CASES: dict[str, dict[str, Case]] = {
         "allow_anonymous": ("--host 0.0.0.0", "--allow-anonymous"),
         "tls_cert_file": ("--tls-key-file k", "--tls-cert-file c"),
         "tls_key_file": ("--tls-cert-file c", "--tls-key-file k"),
+        "speculative_config": ("", '--speculative-config {"method":"ngram"}'),
         "trace_sample_ratio": ("--otlp-traces-endpoint http://a/v1/traces", "--trace-sample-ratio 0.5"),
     },
     "gateway": {

@@ -7,7 +7,6 @@ for the model alone wait for nothing here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import wait
 from pathlib import Path
 
@@ -15,8 +14,10 @@ import msgspec
 
 from pagemill_engine.adapters.store import AdapterStore, LoadedAdapter
 from pagemill_engine.ipc.messages import TokensOut
+from pagemill_engine.loop.grammar_requests import GrammarRequests
 from pagemill_engine.loop.refusals import aborts, refusals
 from pagemill_engine.scheduler.admission import already_served
+from pagemill_engine.scheduler.scheduler import Scheduler
 from pagemill_models.adapters.errors import AdapterError
 from pagemill_protocol.errors import PagemillError, invalid_field
 from pagemill_protocol.report.state import AdapterSlots
@@ -27,17 +28,10 @@ POLL_S = 0.005
 
 
 class AdapterRequests:
-    def __init__(
-        self,
-        store: AdapterStore,
-        enter: Callable[[GenerateRequest], None],
-        check: Callable[[GenerateRequest, int], None],
-        is_served: Callable[[str], bool],
-    ) -> None:
-        """`enter`: queues a request whose adapter has a slot. `check`: raises what it would raise, with a number of
-        sequences that wait before it. `is_served`: whether a request that entered has not ended."""
+    def __init__(self, store: AdapterStore, scheduler: Scheduler, grammar_requests: GrammarRequests) -> None:
+        """Requests whose adapter has a slot enter `grammar_requests`, by which they reach the scheduler."""
         self.store = store
-        self._enter, self._check, self._is_served = enter, check, is_served
+        self._scheduler, self._grammar_requests = scheduler, grammar_requests
         self._waiting: dict[str, GenerateRequest] = {}
         self._users: dict[str, set[str]] = {}
         """Requests that entered, by the digests of their adapters: those with a slot."""
@@ -59,7 +53,7 @@ class AdapterRequests:
         if not self.store.knows(request.adapter_digest):
             raise not_known()
         num_waiting = sum(each.sampling.num_sequences for each in self._waiting.values())
-        self._check(request, num_waiting)
+        self._scheduler.check(request, num_waiting)
         if request.request_id in self._waiting:
             raise already_served(request.request_id)
         self._waiting[request.request_id] = request
@@ -98,7 +92,7 @@ class AdapterRequests:
                     return
                 del self._waiting[request_id]
                 self._users.setdefault(digest, set()).add(request_id)
-                self._enter(request)
+                self._grammar_requests.add(request)
             except AdapterError as error:
                 self._refuse(request, refused(error))
             except PagemillError as error:
@@ -108,6 +102,10 @@ class AdapterRequests:
         """Return the outputs, since the last call, of requests that ended before they entered."""
         ends, self._ends = self._ends, []
         return ends
+
+    def _is_served(self, name: str) -> bool:
+        """Whether a request that entered has not ended."""
+        return self._scheduler.is_serving(name) or self._grammar_requests.is_compiling(name)
 
     def slots(self) -> AdapterSlots:
         """Return the adapters of this engine for its reports."""

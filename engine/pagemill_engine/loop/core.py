@@ -35,7 +35,6 @@ from pagemill_protocol.report.step_time import StepTimeModel
 from pagemill_protocol.request.generate import GenerateRequest
 
 if TYPE_CHECKING:
-    from pagemill_engine.adapters.store import AdapterStore
     from pagemill_engine.loop.adapter_requests import AdapterRequests
 
 logger = logging.getLogger(__name__)
@@ -73,8 +72,12 @@ class EngineCore:
         self._proposals = proposals
         self.scheduler = Scheduler(scheduler_limits(config, runner.info), clock, proposals, runner.info.stages)
         self.grammar_requests = GrammarRequests(config.model, self.scheduler, runner.info)
-        self.adapters = self._adapter_requests(runner.info.adapters)
-        """None: no adapters are served."""
+        self.adapters: AdapterRequests | None = None
+        if runner.info.adapters is not None:
+            # Imports readers of files, which engines without adapters do not need.
+            from pagemill_engine.loop.adapter_requests import AdapterRequests
+
+            self.adapters = AdapterRequests(runner.info.adapters, self.scheduler, self.grammar_requests)
         self.step_time = StepTimeModel(self.scheduler.limits.max_num_batched_tokens)
         self.step_timer = StepTimer()
         self.overlaps = runner.info.overlaps if config.overlap is None else config.overlap
@@ -128,20 +131,6 @@ class EngineCore:
             self.adapters.advance(may_wait=is_idle and not self.grammar_requests.has_work)
         self.grammar_requests.queue_compiled(may_wait=is_idle)
         return self._step_overlapped() if self.overlaps else self._step_plain()
-
-    def _adapter_requests(self, store: AdapterStore | None) -> AdapterRequests | None:
-        if store is None:
-            return None
-        # Imports readers of files, which engines without adapters do not need.
-        from pagemill_engine.loop.adapter_requests import AdapterRequests
-
-        scheduler, forming = self.scheduler, self.grammar_requests
-        return AdapterRequests(
-            store,
-            forming.add,
-            scheduler.check,
-            lambda name: scheduler.is_serving(name) or forming.is_compiling(name),
-        )
 
     def _step_plain(self) -> StepOutputs:
         step = self._launch()
@@ -240,8 +229,7 @@ class EngineCore:
             raise error
 
     def _record_step_time(self, step: Launched) -> None:
-        """Record the step's time. While there is work, it counts from one read to the next, with the time between
-        steps."""
+        """Record the step's time: while there is work, that from one read to the next, all between them included."""
         now_s = self._clock()
         self._step_ms = (now_s - (self._last_read_s if self._has_next_step else step.started_s)) * 1000
         self._last_read_s = now_s
@@ -253,9 +241,8 @@ class EngineCore:
             expected_ms += predicted_ms(self.step_time, following.plan)
         self.expected_step_ms = expected_ms
         added, removed = self.scheduler.kv.drain_events()
-        outputs = [*self.grammar_requests.take_ends(), *self.scheduler.take_outputs()]
-        if self.adapters is not None:
-            outputs = [*self.adapters.take_ends(), *outputs]
+        ends = self.grammar_requests.take_ends() + (self.adapters.take_ends() if self.adapters is not None else [])
+        outputs = [*ends, *self.scheduler.take_outputs()]
         self._has_next_step = step is not None and self.has_work
         return StepOutputs(
             outputs=outputs,

@@ -58,8 +58,8 @@ class Recorder:
         rows: Counter[bytes] = Counter()
         compute_logits = self._runner.model.logits
 
-        def recorded(hidden: Array) -> Array:
-            logits: Array = compute_logits(hidden)
+        def recorded(hidden: Array, adapters: Any) -> Array:
+            logits: Array = compute_logits(hidden, adapters)
             rows.update(row.tobytes() for row in logits)
             return logits
 

@@ -221,9 +221,9 @@ def test_the_number_of_rows_with_logits_is_bounded(runner: Any, monkeypatch: pyt
     rows: list[int] = []
     sound = type(runner.model).logits
 
-    def logits(self: Any, hidden: Any) -> Any:
+    def logits(self: Any, hidden: Any, adapters: Any) -> Any:
         rows.append(len(hidden))
-        return sound(self, hidden)
+        return sound(self, hidden, adapters)
 
     monkeypatch.setattr(type(runner.model), "logits", logits)
     monkeypatch.setattr(runner, "_piece_rows", MIN_PIECE)

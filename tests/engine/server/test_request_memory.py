@@ -125,7 +125,7 @@ def opened_link(max_bytes: int, max_body_bytes: int) -> tuple[GatewayLink, Reque
     context = MagicMock()
     context.memory = memory = RequestMemory(max_bytes)
     context.settings.server.max_body_bytes = max_body_bytes
-    link, sent = GatewayLink(context, {}), Sent()
+    link, sent = GatewayLink(context, {"headers": []}), Sent()
     transport: Any = sent
     link.connection_made(transport)
     return link, memory, sent
