@@ -1,9 +1,9 @@
 """Reads the clients of this folder from their scripts without importing them: packages, versions and checks.
 
 A script's header pins a package of Python, or with `[tool.pagemill] npm` one of npm, perhaps with others (`beside`),
-whose programs the script finds in the folder `PAGEMILL_NPM`; with `go` a module, whose program in the folder `go` is
-built as `PAGEMILL_GO`. An agent's script has `ANSWERS`: what the model says to
-it, one answer after each result of a tool; objects in them are calls.
+whose programs the script finds in the folder `PAGEMILL_NPM`; with `go` a module or `rust` a crate, whose program in the
+folder of that name is built as `PAGEMILL_PROGRAM`. An agent's script has `ANSWERS`: what the model says to it, one
+answer after each result of a tool; objects in them are calls.
 
 The runner and the reference page `docs/reference/clients.md` use it.
 """
@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 
 FOLDER = Path(__file__).parent
 PINNED = re.compile(r'^# dependencies = \["([\w-]+)(?:\[\w+\])?==([\d.]+)"', re.MULTILINE)
-PINNED_OF_NPM = re.compile(r'^# npm = "((?:@[\w.-]+/)?[\w.-]+)@([\d.]+)"', re.MULTILINE)
-PINNED_OF_GO = re.compile(r'^# go = "([\w./-]+)@v([\d.]+)"', re.MULTILINE)
+PINNED_ELSEWHERE = re.compile(r'^# (npm|go|rust) = "(@?[\w./-]+)@v?([\d.]+)"', re.MULTILINE)
 BESIDE_OF_NPM = re.compile(r"^# beside = (\[[^\]]*\])", re.MULTILINE)
 NEEDS_PYTHON = re.compile(r'^# requires-python = ">=(3\.\d+)"', re.MULTILINE)
 
@@ -47,8 +46,8 @@ class Client(NamedTuple):
     least_python: str
     """The first release of Python that the client supports; empty if it supports all that Pagemill does."""
     checks: tuple[Checked, ...]
-    is_of_npm: bool = False
-    is_of_go: bool = False
+    language: str = "python"
+    """Whose packages it is of: "python", "npm", "go" or "rust"."""
     answers: tuple[tuple[str | Call, ...], ...] = ()
     """What the model says to an agent; empty for clients that use the embedded model."""
     beside: tuple[str, ...] = ()
@@ -89,10 +88,12 @@ def _limits(client: Client) -> str:
 
 def _read(script: Path) -> Client:
     text = script.read_text()
-    of_npm = PINNED_OF_NPM.search(text)
-    of_go = PINNED_OF_GO.search(text)
-    pinned = of_npm or of_go or PINNED.search(text)
-    if pinned is None:
+    language, package, version = "python", "", ""
+    if elsewhere := PINNED_ELSEWHERE.search(text):
+        language, package, version = elsewhere.groups()
+    elif pinned := PINNED.search(text):
+        package, version = pinned.groups()
+    else:
         raise ValueError(f"{script.name} pins no version: begin its `dependencies` with NAME==VERSION.")
     tree = ast.parse(text)
     calls = [
@@ -108,8 +109,7 @@ def _read(script: Path) -> Client:
     least_python = needs[1] if needs else ""
     name = script.stem.removeprefix("check_")
     beside = BESIDE_OF_NPM.search(text)
-    kinds = of_npm is not None, of_go is not None
-    client = Client(name, script, pinned[1], pinned[2], about, least_python, checks, *kinds, _answers(tree))
+    client = Client(name, script, package, version, about, least_python, checks, language, _answers(tree))
     return client if beside is None else client._replace(beside=tuple(json.loads(beside[1].replace("\n#", ""))))
 
 

@@ -17,7 +17,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import encoder_models
 from client_catalogue import FOLDER, Call, Client, clients
@@ -38,6 +38,26 @@ AGENT = FOLDER / "agent.yaml"
 INSTALL_LIMIT_S = 600
 SERVER_LIMIT_S = 120
 CLIENT_LIMIT_S = 1200
+
+
+class Build(NamedTuple):
+    """How the program of a client is built in the folder of its language."""
+
+    tool: str
+    options: tuple[str, ...]
+    program: str
+    update: str
+    newest: str
+    """Behind the package's name: its newest version."""
+    needs: str
+
+
+BUILDS = {
+    "go": Build("go", ("build", "-o", "program", "."), "program", "get", "@latest", "Debian's golang or a newer one"),
+    "rust": Build(
+        "cargo", ("build", "--quiet"), "target/debug/program", "add", "@*", "Rust by rustup or Debian's cargo-web"
+    ),
+}
 VARIABLES = {
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # litellm would download its list of models
     "UV_HTTP_TIMEOUT": "120",
@@ -59,20 +79,21 @@ def main() -> int:
         parser.error(f"unknown clients: {' '.join(unknown)}; there are {' '.join(found)}")
     chosen = [found[name] for name in args.names or found]
     VARIABLES["PAGEMILL_TOKENIZER"] = str(tokenizer_folder())
-    if any(client.is_of_npm for client in chosen):
+    if any(client.language == "npm" for client in chosen):
         VARIABLES["PATH"] = f"{node_folder(args.uv)}:{os.environ['PATH']}"
     VARIABLES["PAGEMILL_WEIGHTS"] = str(resolve_source(DEFAULT_MODEL))
     agents = {client.name.replace("_", "-"): client for client in chosen if client.answers}
     with served(agents) as base_url:
         reports = {}
         for client in chosen:
-            if client.is_of_npm:
+            if client.language == "npm":
                 install(client, args.uv, newest=args.newest)
-            if client.is_of_go:
-                if shutil.which("go") is None:
-                    sys.stdout.write(f"{client.name}: NOT RUN, no Go here; install Debian's golang or a newer one\n")
+            if client.language in BUILDS:
+                build = BUILDS[client.language]
+                if shutil.which(build.tool) is None:
+                    sys.stdout.write(f"{client.name}: NOT RUN, no {build.tool} here; install {build.needs}\n")
                     continue
-                VARIABLES["PAGEMILL_GO"] = str(built(client, newest=args.newest))
+                VARIABLES["PAGEMILL_PROGRAM"] = str(built(client, newest=args.newest))
             python = args.python if client.least_python and args.python else interpreter(client.least_python)
             if python is None:
                 sys.stdout.write(f"{client.name}: NOT RUN, no Python {client.least_python} here; name one: --python\n")
@@ -125,13 +146,14 @@ def install(client: Client, uv: Path, *, newest: bool = False) -> None:
 
 
 def built(client: Client, *, newest: bool) -> Path:
-    """Build the program of a client for Go from its pinned modules; return its path."""
-    folder = ENVIRONMENTS / "go" / client.name
-    shutil.copytree(FOLDER / "go", folder, dirs_exist_ok=True)
+    """Build the program of a client for Go or Rust from its pinned packages; return its path."""
+    build, folder = BUILDS[client.language], ENVIRONMENTS / client.language / client.name
+    shutil.copytree(FOLDER / client.language, folder, dirs_exist_ok=True)
     if newest:
-        subprocess.run(["go", "get", f"{client.package}@latest"], cwd=folder, timeout=INSTALL_LIMIT_S, check=True)
-    subprocess.run(["go", "build", "-o", "program", "."], cwd=folder, timeout=INSTALL_LIMIT_S, check=True)
-    return folder / "program"
+        update = [build.tool, build.update, client.package + build.newest]
+        subprocess.run(update, cwd=folder, timeout=INSTALL_LIMIT_S, check=True)
+    subprocess.run([build.tool, *build.options], cwd=folder, timeout=INSTALL_LIMIT_S, check=True)
+    return folder / build.program
 
 
 def npm_folder(client: Client) -> Path:

@@ -67,7 +67,7 @@ def test_an_agent_of_npm_has_a_model_that_says_its_answers(tmp_path: Path, monke
     (tmp_path / "check_some_agent.py").write_text(AGENT)
     monkeypatch.setattr(client_catalogue, "FOLDER", tmp_path)
     (client,) = client_catalogue.clients()
-    assert (client.package, client.version, client.is_of_npm) == ("@some/agent-code", "2.1.332", True)
+    assert (client.package, client.version, client.language) == ("@some/agent-code", "2.1.332", "npm")
     assert client.answers == (("I call.", client_catalogue.Call("Bash", '{"command": "ls"}')), ("Done.",))
     said: list[str] = []
     monkeypatch.setattr(run_clients, "write_scripted_model", lambda folder, answers: said.extend(answers))

@@ -108,4 +108,4 @@ async def test_settings_that_a_real_engine_reports_reach_the_condition_and_the_l
     for field in ("spec.model.chatTemplate", "spec.model.toolCallParser"):
         assert field in found.message
         assert any(field in event.message for event in machine.events)
-    assert machine.ready(plan)
+    await machine.until(lambda: machine.ready(plan))

@@ -1,0 +1,44 @@
+# /// script
+# dependencies = ["pydantic"]
+# [tool.pagemill]
+# rust = "async-openai@0.43.0"
+# ///
+"""A client for Rust, in a program that is built here; tried with Rust 1.95, and is not among those that CI runs."""
+
+from __future__ import annotations
+
+from built_program import run
+from checks import check, report_all
+
+
+@check("models, all and one")
+def models() -> None:
+    run("models")
+
+
+@check("chat")
+def chat() -> None:
+    run("chat")
+
+
+@check("chat, streamed with usage")
+def stream() -> None:
+    run("stream")
+
+
+@check("a tool's call and its result")
+def tools() -> None:
+    run("tools")
+
+
+@check("embeddings")
+def embeddings() -> None:
+    run("embeddings")
+
+
+@check("errors by status, code and field")
+def errors() -> None:
+    run("errors")
+
+
+report_all()
