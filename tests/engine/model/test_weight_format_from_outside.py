@@ -46,7 +46,9 @@ def install(folder: Path, monkeypatch: pytest.MonkeyPatch, code: str, group: str
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: rows\nVersion: 1.0\n")
     (information / "entry_points.txt").write_text(f"[{group}]\n{entries}\n")
     monkeypatch.syspath_prepend(str(folder))
-    monkeypatch.delitem(sys.modules, "rows", raising=False)
+    # Set first, so that the module which is imported from here is forgotten afterwards.
+    monkeypatch.setitem(sys.modules, "rows", None)
+    monkeypatch.delitem(sys.modules, "rows")
 
 
 @pytest.fixture
