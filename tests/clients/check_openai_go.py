@@ -7,38 +7,6 @@
 
 from __future__ import annotations
 
-from built_program import run
-from checks import check, report_all
+from built_program import report
 
-
-@check("models, all and one")
-def models() -> None:
-    run("models")
-
-
-@check("chat")
-def chat() -> None:
-    run("chat")
-
-
-@check("chat, streamed with usage")
-def stream() -> None:
-    run("stream")
-
-
-@check("a tool's call and its result")
-def tools() -> None:
-    run("tools")
-
-
-@check("embeddings")
-def embeddings() -> None:
-    run("embeddings")
-
-
-@check("errors by status, code and field")
-def errors() -> None:
-    run("errors")
-
-
-report_all()
+report()

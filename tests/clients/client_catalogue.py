@@ -104,6 +104,9 @@ def _read(script: Path) -> Client:
         if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "check"
     ]
     checks = tuple(Checked(*(ast.literal_eval(value) for value in _values(call))) for call in calls)
+    if language in ("go", "rust"):
+        of_programs = ast.parse((FOLDER / "built_program.py").read_text())
+        checks = tuple(Checked(each, "") for each in _assigned(of_programs, "CHECKS").values())
     about = " ".join((ast.get_docstring(tree) or "").split())
     needs = NEEDS_PYTHON.search(text)
     least_python = needs[1] if needs else ""
@@ -114,10 +117,15 @@ def _read(script: Path) -> Client:
 
 
 def _answers(tree: ast.Module) -> tuple[tuple[str | Call, ...], ...]:
+    return tuple(tuple(map(_said, answer)) for answer in _assigned(tree, "ANSWERS") or ())
+
+
+def _assigned(tree: ast.Module, name: str) -> Any:
+    """Return the literal of an annotated assignment, or None if there is none."""
     for node in tree.body:
-        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "ANSWERS" and node.value is not None:
-            return tuple(tuple(map(_said, answer)) for answer in ast.literal_eval(node.value))
-    return ()
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == name and node.value is not None:
+            return ast.literal_eval(node.value)
+    return None
 
 
 def _said(part: Any) -> str | Call:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from light_model import light_model
+from packages import write_package
 from waiting import event_in, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,11 +31,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text, site = PAGE.read_text(), tmp_path_factory.mktemp("site")
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     ((group, name, target),) = re.findall(r'entry-points\."([^"]+)"\]\n(\w+) = "([^"]+)"', text)
-    information = site / "plain-1.0.dist-info"
-    information.mkdir()
-    (site / "plain.py").write_text(code)
-    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: plain\nVersion: 1.0\n")
-    (information / "entry_points.txt").write_text(f"[{group}]\n{name} = {target}\n")
+    write_package(site, "plain", code, group, f"{name} = {target}")
     return site
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 import random
 import re
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
+from packages import install_package
 
 from pagemill_gateway.brain.brain import LocalBrain
 from pagemill_gateway.brain.interface import RoutingRequest
@@ -25,24 +24,17 @@ NAME = "MostCached"
 
 
 @pytest.fixture
-def entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Install the page's package; the lines of its entry points may be replaced before policies are searched."""
+def entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Install the page's package; the lines of this file, its entry points, may be replaced before policies are
+    searched."""
     (code,) = [
         each for each in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL) if "RoutingPolicy" in each
     ]
-    (tmp_path / "my_routing.py").write_text(code)
-    metadata = tmp_path / "my_routing-1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: my-routing\nVersion: 1.0\n")
     (line,) = re.findall(rf"^{NAME} = .*$", PAGE.read_text(), re.MULTILINE)
-    write = metadata / "entry_points.txt"
-    write.write_text(f"[{GROUP}]\n{line.replace(chr(34), '')}\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    yield [str(write)]
-    sys.modules.pop("my_routing", None)
+    return install_package(tmp_path, monkeypatch, "my_routing", code, GROUP, line.replace('"', ""))
 
 
-async def test_the_policy_of_the_page_decides_for_the_deployments_that_name_it(entry: list[str]) -> None:
+async def test_the_policy_of_the_page_decides_for_the_deployments_that_name_it(entry: Path) -> None:
     model = CatalogModel(
         deployment="d",
         name="m",
@@ -61,7 +53,7 @@ async def test_the_policy_of_the_page_decides_for_the_deployments_that_name_it(e
     assert placed.policy == "Cost"
 
 
-def test_the_policy_of_the_page_chooses_by_cached_tokens_and_may_be_a_gateways_default(entry: list[str]) -> None:
+def test_the_policy_of_the_page_chooses_by_cached_tokens_and_may_be_a_gateways_default(entry: Path) -> None:
     pods = [Candidate("a", 0, 0, 0, num_cached_tokens=16), Candidate("b", 9, 0, 0, num_cached_tokens=32)]
     config = GatewayConfig(routing_policy=NAME).checked()
     policy = RoutingPolicies(config.routing_policy, 50.0).named("Auto")
@@ -70,7 +62,7 @@ def test_the_policy_of_the_page_chooses_by_cached_tokens_and_may_be_a_gateways_d
 
 
 def test_a_policy_that_cannot_be_used_is_left_out_and_the_default_decides(
-    entry: list[str], caplog: pytest.LogCaptureFixture
+    entry: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     lines = (
         "Cost = my_routing:MostCached",
@@ -78,7 +70,7 @@ def test_a_policy_that_cannot_be_used_is_left_out_and_the_default_decides(
         "Other = my_routing:MostCached",
         "No = pathlib:Path",
     )
-    Path(entry[0]).write_text(f"[{GROUP}]\n" + "\n".join(lines))
+    entry.write_text(f"[{GROUP}]\n" + "\n".join(lines))
     with caplog.at_level(logging.WARNING):
         policies = RoutingPolicies("LeastRequest", 50.0)
         assert [policies.named(name).name for name in ("Gone", "Gone", "Other", "No")] == ["LeastRequest"] * 4

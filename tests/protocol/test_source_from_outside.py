@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from packages import install_package
 
 from pagemill_models.sources import SourceError, find_kind, is_fetched, kinds
 from pagemill_models.sources.registry import GROUP, forms, registered
@@ -29,13 +30,8 @@ class Wrong(Shelf):
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    information = tmp_path / "shelf-1.0.dist-info"
-    information.mkdir()
-    (tmp_path / "shelf_kind.py").write_text(CODE)
-    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: shelf\nVersion: 1.0\n")
     entries = ["shelf = shelf_kind:Shelf", "wrong = shelf_kind:Wrong", "s3 = shelf_kind:Shelf", "gone = nowhere:X"]
-    (information / "entry_points.txt").write_text("\n".join([f"[{GROUP}]", *entries, ""]))
-    monkeypatch.syspath_prepend(str(tmp_path))
+    install_package(tmp_path, monkeypatch, "shelf_kind", CODE, GROUP, *entries)
     registered.cache_clear()
     yield
     registered.cache_clear()

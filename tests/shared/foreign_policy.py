@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from packages import install_package
 
 from pagemill_operator.autoscaler.registry import GROUP, registered
 
@@ -39,14 +40,8 @@ class PerRequest:
 
 def install(folder: Path, monkeypatch: pytest.MonkeyPatch, entries: dict[str, str], module: str = MODULE) -> None:
     """Install a package `foreign_policies` with these entry points (name -> object)."""
-    (folder / "foreign_policies.py").write_text(module)
-    metadata = folder / "foreign_policies-1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: foreign-policies\nVersion: 1.0\n")
-    lines = "".join(f"{name} = {value}\n" for name, value in entries.items())
-    (metadata / "entry_points.txt").write_text(f"[{GROUP}]\n{lines}")
-    monkeypatch.syspath_prepend(str(folder))
-    monkeypatch.delitem(__import__("sys").modules, "foreign_policies", raising=False)
+    lines = [f"{name} = {value}" for name, value in entries.items()]
+    install_package(folder, monkeypatch, "foreign_policies", module, GROUP, *lines)
     registered.cache_clear()
 
 

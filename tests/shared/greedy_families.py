@@ -42,10 +42,10 @@ def family_of(model: Any, folder: Path, vocab_size: int, lengths: tuple[int, ...
 
 
 @torch.no_grad()
-def greedy_reference(model: Any, prompt: list[int]) -> tuple[list[int], list[float]]:
+def greedy_reference(model: Any, prompt: list[int], num_tokens: int = NUM_TOKENS) -> tuple[list[int], list[float]]:
     """Return the continuation and all differences; the whole sequence is computed for each token."""
     sequence, gaps = torch.tensor([prompt]), []
-    for _ in range(NUM_TOKENS):
+    for _ in range(num_tokens):
         best = model(sequence, use_cache=False).logits[0, -1].log_softmax(-1).topk(2)
         gaps.append(float(best.values[0] - best.values[1]))
         sequence = torch.cat((sequence, best.indices[None, :1]), dim=-1)

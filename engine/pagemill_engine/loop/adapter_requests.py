@@ -16,7 +16,7 @@ from pagemill_engine.adapters.store import AdapterStore, LoadedAdapter
 from pagemill_engine.ipc.messages import TokensOut
 from pagemill_engine.loop.grammar_requests import GrammarRequests
 from pagemill_engine.loop.refusals import aborts, refusals
-from pagemill_engine.scheduler.admission import already_served
+from pagemill_engine.scheduler.admission import adapter_not_served, already_served
 from pagemill_engine.scheduler.scheduler import Scheduler
 from pagemill_models.adapters.errors import AdapterError
 from pagemill_protocol.errors import PagemillError, invalid_field
@@ -136,10 +136,6 @@ def refused(error: AdapterError, param: str = "model") -> PagemillError:
 
 
 def not_known() -> PagemillError:
-    """Return a 409: another engine may serve the adapter, so a gateway tries the next one."""
-    return PagemillError(
-        "This engine does not have the adapter, or it was removed. Load it first, or ask for the model itself.",
-        status=409,
-        param="model",
-        code="adapter_not_served",
+    return adapter_not_served(
+        "This engine does not have the adapter, or it was removed. Load it first, or ask for the model itself."
     )

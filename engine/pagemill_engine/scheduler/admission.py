@@ -70,7 +70,9 @@ class Admission:
     def check(self, request: GenerateRequest, num_waiting: int) -> None:
         """Raise the `PagemillError` that `admit` would raise, without building sequences."""
         if request.adapter_digest and not self._limits.serves_adapters:
-            raise _serves_no_adapters()
+            raise adapter_not_served(
+                "This engine serves no adapters. Ask for the model itself, or an engine that has them."
+            )
         _check_priority(request.priority)
         _check_allowance(request.token_allowance)
         check_task(request.pooling, self._limits.pooling)
@@ -218,14 +220,9 @@ def _engine_sampling(sampling: SamplingParams, num_stop_ids: int, vocab_size: in
     return sampling
 
 
-def _serves_no_adapters() -> PagemillError:
+def adapter_not_served(message: str) -> PagemillError:
     """Return a 409: another engine may serve the adapter, so a gateway tries the next one."""
-    return PagemillError(
-        "This engine serves no adapters. Ask for the model itself, or an engine that has them.",
-        status=409,
-        param="model",
-        code="adapter_not_served",
-    )
+    return PagemillError(message, status=409, param="model", code="adapter_not_served")
 
 
 def already_served(request_id: str) -> PagemillError:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from greedy_families import greedy_reference
 from moe_gguf import write_moe_gguf
 from outlines import outline
 from safetensors.torch import load_file, save_file
@@ -65,15 +66,8 @@ def make(architecture: str) -> Any:
     return model
 
 
-@torch.no_grad()
 def expected(model: Any) -> list[list[int]]:
-    answers = []
-    for prompt in PROMPTS:
-        sequence = list(prompt)
-        for _ in range(NUM_TOKENS):
-            sequence.append(int(model(torch.tensor([sequence]), use_cache=False).logits[0, -1].argmax()))
-        answers.append(sequence[len(prompt) :])
-    return answers
+    return [greedy_reference(model, list(prompt), NUM_TOKENS)[0] for prompt in PROMPTS]
 
 
 def answers(path: Path, runner_loader: Loader, make_driver: Drivers, **settings: Any) -> list[list[int]]:

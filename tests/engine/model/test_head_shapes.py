@@ -17,6 +17,8 @@ import torch
 import transformers
 import triton_device  # noqa: F401  (speeds up the interpreter)
 from family_models import GEMMA3, VOCAB_SIZE
+from greedy_families import greedy_reference
+from packages import install_package
 from transformers.models.gemma3.modeling_gemma3 import Gemma3Attention, Gemma3RotaryEmbedding
 
 from pagemill_engine.sizing.kv_sizes import kv_bytes_per_token
@@ -57,13 +59,8 @@ ASKS = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, l
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Install the family as an installer does."""
     site = tmp_path_factory.mktemp("site")
-    information = site / "two_shapes-1.0.dist-info"
-    information.mkdir()
-    (site / "two_shapes.py").write_text(PACKAGE)
-    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: two_shapes\nVersion: 1.0\n")
-    (information / "entry_points.txt").write_text(f"[pagemill.models]\n{NAME} = two_shapes:FAMILY\n")
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(site))
+        install_package(site, patch, "two_shapes", PACKAGE, "pagemill.models", f"{NAME} = two_shapes:FAMILY")
         yield
 
 
@@ -99,15 +96,12 @@ def expected(reference: Any) -> list[tuple[list[int], list[float]]]:
     """Return for each prompt the answer, and the log probabilities of the prompt's tokens and the answer's."""
     found = []
     for prompt in PROMPTS:
-        sequence = torch.tensor([prompt])
-        for _ in range(NUM_TOKENS):
-            with torch.no_grad():
-                best = reference(sequence, use_cache=False).logits[0, -1].argmax()
-            sequence = torch.cat((sequence, best.view(1, 1)), dim=1)
+        answer, _ = greedy_reference(reference, prompt, NUM_TOKENS)
+        sequence = torch.tensor([prompt + answer])
         with torch.no_grad():
             logprobs = reference(sequence, use_cache=False).logits[0, :-1].float().log_softmax(-1)
         chosen = logprobs.gather(1, sequence[0, 1:, None])[:, 0].tolist()
-        found.append((sequence[0, len(prompt) :].tolist(), chosen))
+        found.append((answer, chosen))
     return found
 
 

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from greedy_families import greedy_reference
+from packages import install_package
 from safetensors.torch import save_file
 
 from pagemill_engine.weights.errors import LoadError
@@ -34,12 +36,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text, site = PAGE.read_text(), tmp_path / "site"
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     (group, name, target) = re.findall(r'entry-points\."([^"]+)"\]\n(\w+) = "([^"]+)"', text)[0]
-    information = site / "quill-1.0.dist-info"
-    information.mkdir(parents=True)
-    (site / "quill.py").write_text(code)
-    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: quill\nVersion: 1.0\n")
-    (information / "entry_points.txt").write_text(f"[{group}]\n{name} = {target}\n")
-    monkeypatch.syspath_prepend(str(site))
+    install_package(site, monkeypatch, "quill", code, group, f"{name} = {target}")
 
 
 def write_checkpoint(folder: Path) -> Any:
@@ -84,14 +81,7 @@ def test_a_model_of_another_package_gives_the_answers_of_its_reference(
     reference = write_checkpoint(tmp_path)
     assert "QuillForCausalLM" in known_architectures()
     prompts = [list(range(length)) for length in (1, 2, 16, 17, 60)]
-    expected = []
-    for prompt in prompts:
-        sequence = torch.tensor([prompt])
-        for _ in range(NUM_TOKENS):
-            with torch.no_grad():
-                best = reference(sequence, use_cache=False).logits[0, -1].argmax()
-            sequence = torch.cat((sequence, best.view(1, 1)), dim=1)
-        expected.append(sequence[0, len(prompt) :].tolist())
+    expected = [greedy_reference(reference, prompt, NUM_TOKENS)[0] for prompt in prompts]
     driver = make_driver(runner_loader(tmp_path, max_model_len=CONTEXT))
     assert [result.token_ids for result in driver.greedy(prompts, NUM_TOKENS)] == expected
 

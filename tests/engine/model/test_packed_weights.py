@@ -16,6 +16,7 @@ import msgspec
 import pytest
 import torch
 import transformers
+from greedy_families import greedy_reference
 from outlines import outline
 from packed_records import RECORDS, Folder, tensors_of
 from safetensors.torch import load_file, save_file
@@ -253,15 +254,8 @@ def write(folder: Path, name: str) -> Any:
     return model
 
 
-@torch.no_grad()
 def expected(model: Any) -> list[list[int]]:
-    answers = []
-    for prompt in PROMPTS:
-        sequence = list(prompt)
-        for _ in range(NUM_TOKENS):
-            sequence.append(int(model(torch.tensor([sequence]), use_cache=False).logits[0, -1].argmax()))
-        answers.append(sequence[len(prompt) :])
-    return answers
+    return [greedy_reference(model, list(prompt), NUM_TOKENS)[0] for prompt in PROMPTS]
 
 
 @pytest.mark.parametrize("name", MODELS)

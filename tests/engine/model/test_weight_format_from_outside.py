@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,9 @@ import msgspec
 import pytest
 import torch
 import transformers
+from greedy_families import greedy_reference
 from outlines import outline
+from packages import install_package
 from safetensors.torch import save_file
 
 from pagemill_engine.config import EngineConfig
@@ -39,27 +40,14 @@ SHAPE = {
 PROMPT, NUM_TOKENS = [3, 17, 40, 5], 8
 
 
-def install(folder: Path, monkeypatch: pytest.MonkeyPatch, code: str, group: str, entries: str) -> None:
-    information = folder / "rows-1.0.dist-info"
-    information.mkdir()
-    (folder / "rows.py").write_text(code)
-    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: rows\nVersion: 1.0\n")
-    (information / "entry_points.txt").write_text(f"[{group}]\n{entries}\n")
-    monkeypatch.syspath_prepend(str(folder))
-    # Set first, so that the module which is imported from here is forgotten afterwards.
-    monkeypatch.setitem(sys.modules, "rows", None)
-    monkeypatch.delitem(sys.modules, "rows")
-
-
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Install the page's package as an installer does, with two entries that cannot be used."""
     _, section = PAGE.read_text().split("### Add a method")
     (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     ((group, name, target),) = re.findall(r'entry-points\."([^"]+)"\]\n(\w+) = "([^"]+)"', section)
-    site = tmp_path / "site"
-    site.mkdir()
-    install(site, monkeypatch, code, group, f"{name} = {target}\ngone = nowhere\nother = rows:details\ngptq = rows")
+    entries = f"{name} = {target}", "gone = nowhere", "other = rows:details", "gptq = rows"
+    install_package(tmp_path / "site", monkeypatch, "rows", code, group, *entries)
 
 
 def write(folder: Path, method: str = "rows8") -> Any:
@@ -83,14 +71,6 @@ def write(folder: Path, method: str = "rows8") -> Any:
     return model
 
 
-@torch.no_grad()
-def expected(model: Any) -> list[int]:
-    tokens = list(PROMPT)
-    for _ in range(NUM_TOKENS):
-        tokens.append(int(model(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
-    return tokens[len(PROMPT) :]
-
-
 def test_a_package_can_add_a_weight_format(
     installed: None, tmp_path: Path, runner_loader: Callable[..., Any], make_driver: Callable[[Any], Any]
 ) -> None:
@@ -100,7 +80,7 @@ def test_a_package_can_add_a_weight_format(
     assert weights.code_kind("model.layers.0.mlp.down_proj.weight") == CodeKind(8, group_size=96)
     assert stored_as(folder, "") == "rows8 (8-bit rows)"
     (result,) = make_driver(runner_loader(folder, dtype="float32")).greedy([PROMPT], NUM_TOKENS)
-    assert result.token_ids == expected(model)
+    assert result.token_ids == greedy_reference(model, PROMPT, NUM_TOKENS)[0]
 
 
 def test_the_memory_of_its_models_is_known_from_their_index(installed: None, tmp_path: Path) -> None:
