@@ -17,7 +17,7 @@ from pagemill_kernels.ranks.group import GroupAborted
 from pagemill_kernels.ranks.in_process import in_process_groups
 from pagemill_kernels.ranks.memory import SharedMemory
 from pagemill_kernels.ranks.ring import ReaderStoppedError, RingClosedError, RingReader, RingWriter, ring_bytes
-from pagemill_kernels.ranks.shared_memory import SharedMemoryGroup, group_bytes
+from pagemill_kernels.ranks.shared_memory import PLAN, SharedMemoryGroup, group_bytes
 
 needs_kernels = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.unavailable_reason()}")
 CAPACITY = 64
@@ -29,11 +29,11 @@ Groups = Callable[..., list[Any]]
 def groups_of() -> Iterator[Groups]:
     memories: list[SharedMemory] = []
 
-    def made(kind: str, size: int, stuck_seconds: float = 30.0) -> list[Any]:
+    def made(kind: str, size: int, stuck_seconds: float = 30.0, members: int | None = None) -> list[Any]:
         if kind == "in process":
             return list(in_process_groups(size))
-        memories.append(SharedMemory.create(group_bytes(size, CAPACITY)))
-        return [SharedMemoryGroup(memories[-1], rank, size, CAPACITY, stuck_seconds) for rank in range(size)]
+        memories.append(SharedMemory.create(group_bytes(size, CAPACITY, members)))
+        return [SharedMemoryGroup(memories[-1], rank, size, CAPACITY, stuck_seconds, members) for rank in range(size)]
 
     yield made
     for memory in memories:
@@ -89,7 +89,7 @@ def test_values_are_sent_in_order(groups_of: Groups, kind: str) -> None:
                 group.receive(found[-1], 0)
         return found
 
-    _, received = together(groups_of(kind, 2), run)
+    _, received = together(groups_of(kind, 2, members=1), run)
     assert all(np.array_equal(mine, values) for mine, values in zip(received, sent, strict=True))
 
 
@@ -121,6 +121,27 @@ def test_a_rank_that_does_not_come_is_named_with_step_and_cut(groups_of: Groups)
     assert second is None
     for error in (first, third):
         assert str(error).startswith("rank 1 has not reached a sum outside of the layers of step 7 within 0.3 s")
+
+
+@needs_kernels
+def test_a_rank_that_waited_for_a_slow_one_has_its_own_time_from_then_on(groups_of: Groups) -> None:
+    """The first of three stages waits longer than it may for a rank; nobody is at one place for so long."""
+    stuck_seconds, values = 0.6, np.ones(4, dtype=np.float32)
+
+    def run(group: Any) -> None:
+        if group.rank == 2:
+            for _ in range(12):
+                group.come_to(PLAN)
+                time.sleep(0.1)
+            group.send(values, 1)
+        elif group.rank == 1:
+            group.receive(values.copy(), 2)
+            time.sleep(0.2)
+            group.send(values, 0)
+        else:
+            group.receive(values.copy(), 1)
+
+    assert together(groups_of("shared memory", 3, stuck_seconds, members=1), run) == [None, None, None]
 
 
 SLOTS, SLOT_BYTES = 8, 512

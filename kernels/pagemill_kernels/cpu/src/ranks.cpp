@@ -96,22 +96,23 @@ struct Ranks {
     const auto look = std::chrono::milliseconds(std::max(stuck_ms / kLooks, 1));
     const auto deadline = [&] { return Clock::now() + look; };
     if (is_over()) return came(absent);  // the usual case, without a look at all ranks
-    uint32_t progress[kMostRanks];
-    int32_t looks[kMostRanks] = {};
-    for (int32_t r = 0; r < size; ++r) progress[r] = shared->status[r].progress.load(std::memory_order_relaxed);
+    // The rank that keeps all waiting, and how often it was found where it was. That counts anew for another one, which
+    // may have waited itself until then.
+    int32_t cause = -1, looks = 0;
+    uint32_t progress = 0;
     for (;;) {
       const int32_t from = absent();
       // It stays between two looks: others follow it at any time.
       if (from >= 0) status().waits_for.store(from + 1, std::memory_order_relaxed);
       if (shared->bell.wait(deadline(), is_over)) return came(absent);
-      for (int32_t r = 0; r < size; ++r) {
-        const uint32_t now = shared->status[r].progress.load(std::memory_order_relaxed);
-        looks[r] = now == progress[r] ? looks[r] + 1 : 0;
-        progress[r] = now;
-      }
       if (from < 0) continue;
-      missing = cause_of(from);
-      if (looks[missing] >= kLooks) return failed = 2, false;
+      const int32_t found = cause_of(from);
+      const uint32_t its_progress = shared->status[found].progress.load(std::memory_order_relaxed);
+      looks = found == cause && its_progress == progress ? looks + 1 : 0;
+      cause = found, progress = its_progress;
+      if (looks < kLooks) continue;
+      missing = cause;
+      return failed = 2, false;
     }
   }
 
