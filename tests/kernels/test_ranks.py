@@ -125,7 +125,7 @@ def test_a_rank_that_does_not_come_is_named_with_step_and_cut(groups_of: Groups)
 
 @needs_kernels
 def test_a_rank_that_waited_for_a_slow_one_has_its_own_time_from_then_on(groups_of: Groups) -> None:
-    """The first of three stages waits longer than it may for a rank; nobody is at one place for so long."""
+    """The first of three stages waits for a rank for longer than it may; no rank is at one place for so long."""
     stuck_seconds, values = 0.6, np.ones(4, dtype=np.float32)
 
     def run(group: Any) -> None:

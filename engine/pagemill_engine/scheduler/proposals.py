@@ -76,7 +76,7 @@ class Proposals:
 
     def choose(self, sequences: list[Sequence], all_sequences: Sequences) -> list[tuple[Sequence, list[int]]]:
         """Return those of `sequences` for which tokens are proposed in a step, with these tokens."""
-        return self._chosen(sequences, _step_shape(all_sequences), 0) if sequences else []
+        return self._chosen(sequences, all_sequences, 0)
 
     def keep_waiting(self, all_sequences: Sequences) -> bool:
         """Whether the next step waits for the tokens of the step in flight: of some it is not known how many there
@@ -85,14 +85,17 @@ class Proposals:
         if any(seq.num_pending_tokens > 1 for seq in running):
             return True
         seqs = [seq for seq in running if seq.num_pending_tokens and not (seq.search or seq.pooling)]
-        return bool(self._chosen(seqs, _step_shape(all_sequences), 1))
+        return bool(self._chosen(seqs, all_sequences, 1))
 
-    def _chosen(self, sequences: list[Sequence], step: StepShape, num_pending: int) -> list[tuple[Sequence, list[int]]]:
+    def _chosen(
+        self, sequences: list[Sequence], all_sequences: Sequences, num_pending: int
+    ) -> list[tuple[Sequence, list[int]]]:
         """`num_pending`: tokens of the sequences that are not known yet."""
         if not self._proposers:
             sequences = [sequence for sequence in sequences if sequence.predicted_token_ids]
-            if not sequences:
-                return []
+        if not sequences:
+            return []
+        step = _step_shape(all_sequences)
         if self._ms_of is not None and not can_gain(len(sequences), self._most, step, self._ms_of):
             return []
         found, chances = [], []
