@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-from pagemill_protocol.report.state import AdapterSlots
+from pagemill_protocol.report.adapters import AdapterSlots
 from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_simulator.events import Events
 

@@ -17,7 +17,8 @@ from pagemill_engine.executing.null import DEFAULT_STEP_TIME, NullRunner
 from pagemill_engine.ipc.messages import StepOutputs
 from pagemill_engine.loop.core import EngineCore
 from pagemill_protocol.hashes import HASH_VERSION, NO_HASHES, prefix_chunk_blocks
-from pagemill_protocol.report.state import AdapterSlots, Digests, EngineLoad, StateFrame
+from pagemill_protocol.report.adapters import AdapterSlots
+from pagemill_protocol.report.state import Digests, EngineLoad, StateFrame
 from pagemill_protocol.report.step_time import StepTimeModel
 from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_simulator.adapters import AdapterBay, AdapterSettings

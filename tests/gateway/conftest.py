@@ -34,7 +34,8 @@ from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.engine_token import derive_token
 from pagemill_protocol.frames import STATE_CONTENT_TYPE, encode_state
 from pagemill_protocol.link import LINK_PATH
-from pagemill_protocol.report.state import AdapterSlots, Digests, EngineLoad, StateFrame
+from pagemill_protocol.report.adapters import AdapterSlots
+from pagemill_protocol.report.state import Digests, EngineLoad, StateFrame
 from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_protocol.versions import protocol_headers
 from pagemill_servers.process.listening import bind, url_of

@@ -19,7 +19,8 @@ from pagemill_gateway.discovery.catalog import check_catalog
 from pagemill_protocol.catalog import Catalog, CatalogAdapter, CatalogModel, Endpoint
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.frames import StateDecoder, encode_state
-from pagemill_protocol.report.state import AdapterSlots, Digests, EngineLoad, StateFrame, StepTimeParams
+from pagemill_protocol.report.adapters import AdapterSlots
+from pagemill_protocol.report.state import Digests, EngineLoad, StateFrame, StepTimeParams
 from pagemill_servers.auth import hash_key
 
 NOTHING = frozenset[str]()

@@ -7,7 +7,8 @@ import statistics
 import pytest
 
 from pagemill_engine.config import EngineConfig
-from pagemill_protocol.report.state import AdapterSlots, StepTimeParams
+from pagemill_protocol.report.adapters import AdapterSlots
+from pagemill_protocol.report.state import StepTimeParams
 from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_protocol.request.sampling import SamplingParams
 from pagemill_simulator.adapters import AdapterBay, AdapterSettings

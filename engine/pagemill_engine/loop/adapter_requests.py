@@ -20,7 +20,7 @@ from pagemill_engine.scheduler.admission import adapter_not_served, already_serv
 from pagemill_engine.scheduler.scheduler import Scheduler
 from pagemill_models.adapters.errors import AdapterError
 from pagemill_protocol.errors import PagemillError, invalid_field
-from pagemill_protocol.report.state import AdapterSlots
+from pagemill_protocol.report.adapters import AdapterSlots
 from pagemill_protocol.request.generate import GenerateRequest
 
 POLL_S = 0.005

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 
 from pagemill_gateway.brain.endpoints.dispatches import EXPIRY_S
-from pagemill_protocol.report.state import AdapterSlots
+from pagemill_protocol.report.adapters import AdapterSlots
 
 
 class Adapters:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from pagemill_protocol.report.adapters import AdapterSlots
 from pagemill_protocol.report.cache_kinds import CacheKind
 
 GATEWAY_HEADER = b"x-pagemill-gateway"
@@ -92,19 +93,6 @@ COUNTS = tuple(name for name in EngineLoad.__annotations__ if name.startswith("n
 def total_counts(loads: Sequence[EngineLoad]) -> dict[str, int]:
     """Return the sum of each of `COUNTS` by field name."""
     return {name: sum(getattr(load, name) for load in loads) for name in COUNTS}
-
-
-class AdapterSlots(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The LoRA adapters that an engine has loaded, by digest."""
-
-    num_slots: int = 0
-    """Adapters that may be resident at once; 0: no adapters are served."""
-    resident: list[str] = []
-    """Loaded adapters: requests for them need not wait for a load."""
-    loading: list[str] = []
-    """Adapters that are being loaded or queued for it, in this order."""
-    load_ms: float = 0.0
-    """Time to load one adapter: measured, or as configured before the first load; 0: not reported."""
 
 
 class StateFrame(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
