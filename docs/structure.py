@@ -34,8 +34,8 @@ LAYERS = [
     {"pagemill"},
     {"pagemill_simulator"},
     {"pagemill_engine", "pagemill_gateway", "pagemill_operator"},
-    {"pagemill_models", "pagemill_api", "pagemill_servers", "pagemill_kube"},
-    {"pagemill_protocol", "pagemill_crds", "pagemill_kernels"},
+    {"pagemill_models", "pagemill_api", "pagemill_servers", "pagemill_kube", "pagemill_crds"},
+    {"pagemill_protocol", "pagemill_kernels"},
 ]
 """Layers from the top. A package may import from lower layers, but not from its own layer."""
 

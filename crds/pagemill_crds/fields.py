@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import core_schema
 
-from pagemill_crds import quantities
+from pagemill_protocol.resource import quantities
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,11 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from pagemill_gateway.routing.policies import check_policy
-from pagemill_protocol.catalog import Catalog, QueueLimits
+from pagemill_protocol.catalog import Catalog
 from pagemill_protocol.request.answer_format import ControlTokenMode, HostedToolMode
 from pagemill_protocol.request.sampling import MAX_ANSWER_VALUES
 from pagemill_protocol.request.structured_outputs import DEFAULT_FORM_CHARS
+from pagemill_protocol.resource.served import QueueLimits
 from pagemill_servers.auth import is_loopback_address
 from pagemill_servers.connection_limits import DEFAULT_MAX_CONNECTIONS, trusted_networks
 from pagemill_servers.cors import is_origin

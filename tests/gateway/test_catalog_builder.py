@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagemill_crds import quantities
 from pagemill_gateway.discovery.catalog import check_catalog
-from pagemill_gateway.discovery.kubernetes.builder import build_catalog, duration_seconds, memory_bytes
+from pagemill_gateway.discovery.kubernetes.builder import build_catalog
 from pagemill_gateway.discovery.kubernetes.objects import EndpointSlice, WatchedDeployment
-from pagemill_protocol.catalog import Catalog, Endpoint, QueueLimits
+from pagemill_protocol.catalog import Catalog, Endpoint
 from pagemill_protocol.engine_token import EngineKeys, derive_token
+from pagemill_protocol.resource.served import QueueLimits
 
 KEYS = EngineKeys(b"c" * 32, b"n" * 32, b"p" * 32)
 
@@ -79,7 +79,7 @@ def test_a_deployment_is_listed_with_its_pods() -> None:
 
 def test_defaults_are_those_of_the_resource() -> None:
     (model,) = build_catalog([llmd("chat")], [], KEYS).models
-    assert (model.name, model.weight, model.prefix_scope, model.endpoints) == ("chat", 100, "tenant", [])
+    assert (model.name, model.share, model.prefix_scope, model.endpoints) == ("chat", 100, "tenant", [])
 
 
 def test_the_queues_limits_come_from_the_resource_in_bytes_and_seconds() -> None:
@@ -107,16 +107,6 @@ def test_requests_wait_for_an_engine_if_the_operator_starts_one(autoscaling: Any
 def test_an_unusable_queue_section_means_the_gateways_own_settings(queue: dict[str, Any] | None) -> None:
     (model,) = build_catalog([llmd("chat", routing={"queue": queue})], [], KEYS).models
     assert model.queue is None
-
-
-@given(st.from_regex(quantities.MEMORY_PATTERN, fullmatch=True) | st.integers(0, 10**12))
-def test_memory_quantities_are_read_like_the_resource_does(quantity: str | int) -> None:
-    assert memory_bytes(quantity) == quantities.memory_bytes(quantity)
-
-
-@given(st.from_regex(quantities.DURATION_PATTERN, fullmatch=True))
-def test_durations_are_read_like_the_resource_does(duration: str) -> None:
-    assert duration_seconds(duration) == pytest.approx(quantities.duration_seconds(duration))
 
 
 def test_a_terminating_pod_stays_listed_and_accepts_nothing() -> None:

@@ -36,10 +36,11 @@ from pagemill_gateway.ipc.worker_connection import WorkerConnection, serving_wor
 from pagemill_gateway.limits import store
 from pagemill_gateway.limits.memory import MemoryStore
 from pagemill_gateway.ports import WorkerMeasurements
-from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint, QueueLimits
+from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.metrics import GATEWAY_IN_FLIGHT, GATEWAY_REQUESTS, Sample
 from pagemill_protocol.report.state import Digests, EngineLoad, StateFrame
+from pagemill_protocol.resource.served import QueueLimits
 from pagemill_servers.keys.caller import Caller, Limits
 
 TARGET = Target("default/d", "m", "bundle", 100, None, "deployment", HashScheme("w", "f16", 16, 4))

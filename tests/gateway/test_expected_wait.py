@@ -20,9 +20,10 @@ from pagemill_gateway.brain.endpoints.deployment import START_TIMING_LIMIT_S, St
 from pagemill_gateway.brain.interface import Assignment, CompletedRequest, QueueTicket, RoutingRequest
 from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.relay.keep_alive import KeepAlive
-from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint, QueueLimits
+from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.report.state import Digests, StateFrame
+from pagemill_protocol.resource.served import QueueLimits
 
 # -- starts ------------------------------------------------------------------------------------------------------------
 

@@ -16,10 +16,11 @@ from pagemill_gateway.brain.endpoints.registry import Registry
 from pagemill_gateway.brain.load.measure import measure_load
 from pagemill_gateway.brain.load.traffic import TrafficMeter
 from pagemill_gateway.brain.queue.queues import Queues
-from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint, QueueLimits
+from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.report.load import DeploymentLoad, EngineReport, EngineStart
 from pagemill_protocol.report.state import EngineLoad, StateFrame, StepTimeParams
 from pagemill_protocol.request.sampling import LOW_PRIORITY
+from pagemill_protocol.resource.served import QueueLimits
 from pagemill_protocol.versions import protocol_headers
 
 

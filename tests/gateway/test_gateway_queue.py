@@ -14,8 +14,8 @@ import pytest
 from load_stream import load_frames
 from waiting import busy_factor
 
-from pagemill_protocol.catalog import QueueLimits
 from pagemill_protocol.report.load import QueueLoad
+from pagemill_protocol.resource.served import QueueLimits
 from pagemill_protocol.versions import protocol_headers
 
 DEPLOYMENT = "default/d"

@@ -11,8 +11,9 @@ import openai
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from pagemill_protocol.catalog import Catalog, QueueLimits
+from pagemill_protocol.catalog import Catalog
 from pagemill_protocol.metrics import GATEWAY_METRICS
+from pagemill_protocol.resource.served import QueueLimits
 from pagemill_protocol.versions import protocol_headers
 from pagemill_simulator.workloads.traces import read_trace
 

@@ -8,8 +8,9 @@ import msgspec
 import pytest
 from waiting import WAIT_LIMIT_S
 
-from pagemill_protocol.catalog import Catalog, QueueLimits
+from pagemill_protocol.catalog import Catalog
 from pagemill_protocol.report.state import EngineLoad
+from pagemill_protocol.resource.served import QueueLimits
 from pagemill_protocol.versions import OLDEST_VERSION, PROTOCOL_HEADER, PROTOCOL_VERSION
 
 NEVER_TIRED = QueueLimits(max_requests=10, max_bytes=10**6, timeout_s=3600.0)

@@ -32,12 +32,13 @@ from pagemill_gateway.relay.keep_alive import KeepAlive
 from pagemill_gateway.relay.relay import Relay
 from pagemill_gateway.relay.sinks import BodySink, StreamSink
 from pagemill_gateway.request_record import RequestRecord
-from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint, QueueLimits
+from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.errors import ENGINE_CRASHED, ENGINE_FAILED, PagemillError, unavailable
 from pagemill_protocol.frames import encode_frame
 from pagemill_protocol.report.state import Digests, EngineLoad, StateFrame
 from pagemill_protocol.request.generate import FrameMeta, GenerateRequest, Usage
 from pagemill_protocol.request.sampling import SamplingParams
+from pagemill_protocol.resource.served import QueueLimits
 
 STEP_S = 0.05
 SILENCE_S = 25.0

@@ -242,7 +242,7 @@ assert (plan.problems, plan.ignored) == ((), ())
 config = msgspec.json.decode(b'{"routing_policy": "LastName"}', type=GatewayConfig)
 candidates = [Candidate(name, 0, 0, 0) for name in ("a", "c", "b")]
 for policies in (RoutingPolicies("Cost", 50.0), RoutingPolicies(config.routing_policy, 50.0)):
-    assert policies.named(plan.routing_policy).choose(RequestView(), candidates).chosen.endpoint_id == "c"
+    assert policies.named(plan.served.routing_policy).choose(RequestView(), candidates).chosen.endpoint_id == "c"
 assert RoutingPolicies("LastName", 50.0).named("Auto").name == "LastName"
 """,
     ),

@@ -28,6 +28,8 @@ REGISTRIES = {
 }
 """Modules that import the implementations of one interface. An implementation is a module of its own, however small."""
 SEAMS = (
+    # The file of a section of the resource is found by the section's name.
+    r"pagemill_crds\.sections\.\w+",
     # The file of a family of models is found by the architecture's name.
     r"pagemill_models\.families\.\w+",
     # The folder of an operation has a file for each of its implementations, which the registry finds by a path.

@@ -31,7 +31,8 @@ from waiting import wait_until
 from wrong_keys import wrong_keys
 
 from pagemill_api.openapi import document
-from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint, QueueLimits
+from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
+from pagemill_protocol.resource.served import QueueLimits
 from pagemill_protocol.versions import protocol_headers
 from pagemill_servers.auth import hash_key
 

@@ -18,7 +18,7 @@ from pagemill_models.tokenizer_files.generation_defaults import GenerationDefaul
 from pagemill_operator.plan import make_plan
 from pagemill_operator.plan.extra_args import SETTINGS
 from pagemill_operator.plan.planner import name_conflicts
-from pagemill_operator.plan.types import QueuePlan
+from pagemill_protocol.resource.served import QueueLimits
 
 Make = Callable[..., LLMDeployment]
 
@@ -232,7 +232,7 @@ def test_settings_that_float16_does_not_support_are_refused(
 def test_the_queue_is_planned_in_bytes_and_seconds(deployment: Make) -> None:
     changes = {"routing__queue__maxRequests": 5, "routing__queue__maxBytes": "1Mi", "routing__queue__timeout": "1m30s"}
     plan = make_plan(deployment(**changes))
-    assert plan.queue == QueuePlan(max_requests=5, max_bytes=2**20, timeout_s=90.0)
+    assert plan.served.queue == QueueLimits(max_requests=5, max_bytes=2**20, timeout_s=90.0)
     assert plan.notes == ()
 
 
@@ -251,7 +251,7 @@ def test_the_maximum_of_replicas_is_that_of_the_autoscaler(deployment: Make) -> 
 
 def test_routing_settings_of_the_gateway_are_planned(deployment: Make) -> None:
     plan = make_plan(deployment(routing__policy="PrefixHash", routing__sessionHeader="x-session-id"))
-    assert (plan.routing_policy, plan.session_header) == ("PrefixHash", "x-session-id")
+    assert (plan.served.routing_policy, plan.served.session_header) == ("PrefixHash", "x-session-id")
     assert make_plan(deployment(routing__weight=5)).weight == 5
 
 

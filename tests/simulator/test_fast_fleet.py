@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from examples import num_examples
 from pagemill_engine.config import EngineConfig
 from pagemill_operator.autoscaler.settings import ScalingSettings, Slo
-from pagemill_protocol.catalog import QueueLimits
 from pagemill_protocol.report.state import StepTimeParams
+from pagemill_protocol.resource.served import QueueLimits
 from pagemill_simulator.fleet.fleet import simulate_fleet
 from pagemill_simulator.fleet.outcome import FleetOutcome
 from pagemill_simulator.fleet.settings import ColdStart, FleetSettings

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from pagemill_engine.config import EngineConfig
 from pagemill_operator.autoscaler.settings import Direction, ScalingSettings, Slo
-from pagemill_protocol.catalog import QueueLimits
 from pagemill_protocol.report.state import StepTimeParams
+from pagemill_protocol.resource.served import QueueLimits
 from pagemill_simulator.engine import EngineSimulation
 from pagemill_simulator.fleet.fleet import simulate_fleet
 from pagemill_simulator.fleet.outcome import FleetOutcome

@@ -18,7 +18,6 @@ from rich.table import Table
 from pagemill.command import CommandWithOptions
 from pagemill.secret_options import refuse_argument
 from pagemill.vllm_options import rewritten
-from pagemill_crds.quantities import memory_bytes
 from pagemill_engine.config import EngineConfig, ServerConfig, SpeculationConfig
 from pagemill_engine.failure import StartupError
 from pagemill_engine.ipc.messages import MemoryBudget, Ready
@@ -26,6 +25,7 @@ from pagemill_engine.server.routes.keys import check_keys
 from pagemill_engine.server.settings import Settings
 from pagemill_engine.vllm_speculation import speculative_of
 from pagemill_models.tokenizer_files.generation_defaults import GenerationConfig
+from pagemill_protocol.resource.quantities import memory_bytes
 from pagemill_servers.auth import is_loopback_address
 from pagemill_servers.tls.config import TLSConfig, tls_files
 from pagemill_servers.tracing.config import TracingConfig

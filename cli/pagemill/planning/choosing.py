@@ -18,10 +18,10 @@ from pagemill.up.loading import Loaded, load_files
 from pagemill.up.screen import report_errors
 from pagemill_crds import API_VERSION, KIND
 from pagemill_crds.models import LLMDeployment
-from pagemill_crds.quantities import duration_seconds
 from pagemill_models.sources import default_name, in_full, is_fetched
 from pagemill_operator.autoscaler.settings import Slo
 from pagemill_operator.plan import make_plan
+from pagemill_protocol.resource.quantities import duration_seconds
 
 NO_FILE = "--model"
 """The file name in the document of a deployment that no file describes."""

@@ -14,7 +14,6 @@ from pagemill_engine.config import EngineConfig
 from pagemill_gateway.routing.policies import AUTO
 from pagemill_operator.autoscaler.settings import Slo
 from pagemill_operator.plan.types import Plan
-from pagemill_protocol.catalog import QueueLimits
 from pagemill_simulator.fleet.settings import ColdStart, FleetSettings, FleetSettingsError
 from pagemill_simulator.scaling.policy import ReplicaBounds
 
@@ -58,13 +57,13 @@ def fleet_of(
     settings = msgspec.structs.replace(
         defaults,
         start_replicas=options.start_replicas,
-        routing_policy=defaults.routing_policy if plan.routing_policy == AUTO else plan.routing_policy,
+        routing_policy=defaults.routing_policy if plan.served.routing_policy == AUTO else plan.served.routing_policy,
         slo_ttft_ms=slo.ttft_ms,
         slo_tpot_ms=slo.tpot_ms,
         cold_start=cold_start_of(options.cold_start),
         drain_timeout_s=plan.groups[0].process.drain_timeout_s,
         crash_mean_s=0.0 if options.crash_mean is None else seconds("--crash-mean", options.crash_mean),
-        queue=_queue(plan) or defaults.queue,
+        queue=plan.served.queue or defaults.queue,
         seed=seed,
     )
     try:
@@ -107,10 +106,3 @@ def _engine(config: EngineConfig, replica: PlannedReplica) -> EngineConfig:
         step_time=shape.step_time,
         overlap=replica.overlaps,
     )
-
-
-def _queue(plan: Plan) -> QueueLimits | None:
-    queue = plan.queue
-    if queue is None:
-        return None
-    return QueueLimits(max_requests=queue.max_requests, max_bytes=queue.max_bytes, timeout_s=queue.timeout_s)

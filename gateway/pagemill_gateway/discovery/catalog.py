@@ -57,7 +57,7 @@ def _check_model(model: CatalogModel, where: str, endpoint_ids: set[str]) -> Non
                 f"{where}.adapters[{index}] {adapter.name!r}: it needs a digest and a name that nothing else here has.",
             )
         names.append(adapter.name)
-    if model.weight < 0:
+    if model.share < 0:
         raise invalid_field(f"{where}.weight", f"{where}.weight is {model.weight}; it must be 0 or more.")
     queue = model.queue
     if queue is not None and (queue.max_requests < 0 or queue.max_bytes < 0 or queue.timeout_s < 0):

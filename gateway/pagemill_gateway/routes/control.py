@@ -86,7 +86,7 @@ class ControlRoutes:
             "name": model.name,
             "aliases": model.aliases,
             "adapters": {each.name: each.digest for each in model.adapters},
-            "weight": model.weight,
+            "weight": model.share,
             "queue": self._head.brain.reader.queues.state(deployment.key)._asdict(),
             "endpoints": [self._endpoint(record) for record in deployment.records],
         }

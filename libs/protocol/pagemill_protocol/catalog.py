@@ -5,7 +5,11 @@ Written by discovery (the local backend, or a watcher of the cluster's objects) 
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
+
+from pagemill_protocol.resource.served import ServedModel
 
 
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -22,15 +26,6 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The platform's own probe reports that the pod is ready: connect at once, whatever its last report said."""
 
 
-class QueueLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """How many requests of one deployment may wait in a gateway, and for how long."""
-
-    max_requests: int
-    max_bytes: int
-    """Bytes of request bodies."""
-    timeout_s: float
-
-
 class CatalogAdapter(msgspec.Struct, frozen=True, kw_only=True):
     """One LoRA adapter served beside a model."""
 
@@ -40,43 +35,25 @@ class CatalogAdapter(msgspec.Struct, frozen=True, kw_only=True):
     """Digest of its content: identifies it to engines and separates its KV blocks."""
 
 
-DEFAULT_WEIGHT = 100
-"""The weight of a deployment whose `spec.routing.weight` is not set."""
-
-
-class CatalogModel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class CatalogModel(ServedModel, frozen=True, kw_only=True, omit_defaults=True):
     """One LLMDeployment as the gateway serves it."""
 
     namespace: str = "default"
     deployment: str
-    name: str
-    """Name that clients send."""
-    aliases: list[str] = []
     takes_names: bool = False
     """Whether the other names that its engines report (`StateFrame.models`) lead to it too, unless the catalogue has
     them. For engines without an operator: an engine could take the name of another model."""
-    adapters: list[CatalogAdapter] = []
-    weight: int = DEFAULT_WEIGHT
-    """Share of the requests for this name among the deployments that claim it."""
+    adapters: list[CatalogAdapter] = msgspec.field(default_factory=list)
     engine_token: str = ""
     """Bearer token for `/internal/*` of its engines."""
-    prefix_scope: str = "tenant"
-    """Which callers share cached prompts: `tenant`, `key`, or `deployment` (all)."""
-    routing_policy: str = "Auto"
-    """How requests are distributed over the endpoints. `Auto`, like any name the gateway does not know, means the
-    default policy."""
-    session_header: str = ""
-    """Request header that names a session; empty: none."""
-    chat_template: str | None = None
-    """Overrides the bundle's template."""
-    tool_call_parser: str = "auto"
-    reasoning_parser: str = "auto"
-    """Names of parsers in `pagemill_api.answers.registry`; `auto`: the parser that fits the chat template."""
-    queue: QueueLimits | None = None
-    """`None`: the gateway's own limits apply."""
     wakes: bool = False
     """Whether waiting requests start an engine: they may wait although none is running."""
-    endpoints: list[Endpoint] = []
+    endpoints: list[Endpoint] = msgspec.field(default_factory=list)
+
+
+def catalog_model(served: ServedModel, **fields: Any) -> CatalogModel:
+    """Return the entry of a deployment with what it serves and these fields of `CatalogModel`."""
+    return CatalogModel(**{name: getattr(served, name) for name in ServedModel.__struct_fields__}, **fields)
 
 
 class Catalog(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -6,8 +6,8 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from pagemill_crds.quantities import duration_seconds
 from pagemill_crds.sections.autoscaling import AutoscalingSection, Behavior, ScalingRules
+from pagemill_protocol.resource.quantities import duration_seconds
 
 DEFAULT_POLICY = "Demand"
 DEFAULT_KV_CACHE_USAGE = 0.8

@@ -9,11 +9,11 @@ import math
 from typing import Any
 
 from pagemill_crds.models import LLMDeployment
-from pagemill_crds.quantities import cpu_cores, duration_seconds, memory_bytes
 from pagemill_crds.sections.engine import Speculative
 from pagemill_crds.sections.model import GenerationDefaultsSection
 from pagemill_models.sources import in_full
 from pagemill_protocol.engine_ports import CONTROL_PORT, DATA_PORT
+from pagemill_protocol.resource.quantities import cpu_cores, duration_seconds, memory_bytes
 
 SPECULATIVE_METHODS = ("auto", "ngram", "off")
 """Methods of `spec.engine.speculative` that engines have."""

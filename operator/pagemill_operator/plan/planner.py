@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
+
+import msgspec
 
 from pagemill_crds.invalid import each_on_its_own
 from pagemill_crds.models import LLMDeployment, LLMDeploymentSpec
-from pagemill_crds.quantities import cpu_cores, duration_seconds, memory_bytes
-from pagemill_crds.sections import routing
 from pagemill_crds.sections.model import Cache, SecretRef
 from pagemill_operator.autoscaler.settings import settings_of
 from pagemill_operator.plan.engine import engine_settings, server_settings, source_with_revision
@@ -24,10 +24,11 @@ from pagemill_operator.plan.types import (
     Probe,
     Problem,
     Process,
-    QueuePlan,
     SecretKey,
 )
 from pagemill_protocol.engine_ports import CONTROL_PORT, DATA_PORT
+from pagemill_protocol.resource.quantities import cpu_cores, duration_seconds, memory_bytes
+from pagemill_protocol.resource.served import Claimant, ServedModel, WatchedSpec, name_owners, served_model
 
 ENGINE_MODULE = "pagemill_engine.server"
 STARTUP_LIMIT_S = 90
@@ -43,19 +44,11 @@ def make_plan(deployment: LLMDeployment, backend: Backend = "local") -> Plan:
         namespace=deployment.metadata.namespace,
         name=deployment.metadata.name,
         generation=deployment.metadata.generation,
-        names=tuple(deployment.names),
+        served=_served(deployment),
         source=source_with_revision(deployment),
         groups=(_engine_group(deployment, settings),),
         autoscaling=settings_of(spec.autoscaling, _replica_price(spec)),
         spec_replicas=desired_replicas(deployment),
-        weight=spec.routing.weight,
-        queue=_queue(spec.routing.queue),
-        prefix_scope=spec.engine.prefix_caching.scope,
-        routing_policy=spec.routing.policy,
-        session_header=spec.routing.session_header or "",
-        chat_template=spec.model.chat_template,
-        tool_call_parser=spec.model.tool_call_parser,
-        reasoning_parser=spec.model.reasoning_parser,
         cache=_model_cache(spec.model.cache),
         gpu_hour_price=spec.cost.gpu_hour if spec.cost else None,
         credentials=_secret_key(spec.model.credentials_secret_ref),
@@ -71,8 +64,9 @@ def _replica_price(spec: LLMDeploymentSpec) -> float | None:
     return None if gpu_hour is None or not gpus else gpu_hour * gpus
 
 
-def _queue(queue: routing.Queue) -> QueuePlan:
-    return QueuePlan(queue.max_requests, memory_bytes(queue.max_bytes), duration_seconds(queue.timeout))
+def _served(deployment: LLMDeployment) -> ServedModel:
+    spec = deployment.spec.model_dump(mode="json", by_alias=True)
+    return served_model(deployment.metadata.name, msgspec.convert(spec, WatchedSpec))
 
 
 def partial_problems(deployment: LLMDeployment, backend: Backend = "local") -> list[Problem]:
@@ -85,44 +79,19 @@ def partial_problems(deployment: LLMDeployment, backend: Backend = "local") -> l
     return list(each_on_its_own(checks))
 
 
-class Claimant(Protocol):
-    """Something that claims model names: a plan, or the known part of a deployment without one."""
-
-    @property
-    def key(self) -> str: ...
-    @property
-    def names(self) -> Sequence[str]: ...
-    @property
-    def weight(self) -> int | None: ...
-
-
 def name_conflicts(plans: Sequence[Claimant]) -> dict[str, Problem]:
     """Return, by key, the deployments that claim a name which an older one holds alone. `plans` come oldest first.
 
     A name is shared (a canary) if all of its claimants set `routing.weight`. A deployment with a conflict gets no name.
     """
-    holders: dict[str, Claimant] = {}
-    conflicts: dict[str, Problem] = {}
-    for plan in plans:
-        if problem := _name_conflict(plan, holders):
-            conflicts[plan.key] = problem
-            continue
-        for name in plan.names:
-            holders.setdefault(name, plan)
-    return conflicts
+    return {each.key: _name_conflict(*taken) for each, taken in name_owners(plans) if taken is not None}
 
 
-def _name_conflict(plan: Claimant, holders: dict[str, Claimant]) -> Problem | None:
-    for name in plan.names:
-        holder = holders.get(name, plan)
-        if holder.key == plan.key or (holder.weight is not None and plan.weight is not None):
-            continue
-        message = (
-            f"{holder.key} serves the name {name} already; choose another name, or set spec.routing.weight "
-            "in both to share it"
-        )
-        return Problem("spec.model.name", name, message)
-    return None
+def _name_conflict(name: str, holder: str) -> Problem:
+    message = (
+        f"{holder} serves the name {name} already; choose another name, or set spec.routing.weight in both to share it"
+    )
+    return Problem("spec.model.name", name, message)
 
 
 def desired_replicas(deployment: LLMDeployment) -> int:

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from pagemill_crds.models import LLMDeploymentSpec
-from pagemill_crds.quantities import duration_seconds
 from pagemill_operator.plan.types import Problem
 from pagemill_protocol.engine_ports import CONTROL_PORT, DATA_PORT, TLS_CONTROL_PORT, TLS_DATA_PORT
+from pagemill_protocol.resource.quantities import duration_seconds
 
 CONTAINER = "engine"
 GRACE_MARGIN_S = 15

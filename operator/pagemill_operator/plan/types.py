@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pagemill_operator.autoscaler.settings import ScalingSettings
+from pagemill_protocol.resource.served import ServedModel
 
 
 @dataclass(frozen=True)
@@ -116,15 +117,6 @@ class ModelCachePlan:
 
 
 @dataclass(frozen=True)
-class QueuePlan:
-    """Limits of a gateway's queue: requests, their bytes, and the seconds that each may wait."""
-
-    max_requests: int
-    max_bytes: int
-    timeout_s: float
-
-
-@dataclass(frozen=True)
 class SecretKey:
     name: str
     key: str
@@ -137,24 +129,14 @@ class Plan:
     namespace: str
     name: str
     generation: int
-    names: tuple[str, ...]
-    """The model's name, then its aliases."""
+    served: ServedModel
+    """What gateways read of the spec."""
     source: str
     groups: tuple[Group, ...]
     autoscaling: ScalingSettings | None = None
     """None if the number of replicas is the spec's."""
     spec_replicas: int = 1
     """The number of replicas to start with, and to keep without autoscaling."""
-    weight: int | None = None
-    """Share of the requests among deployments that claim the same name; None: the name is not shared."""
-    queue: QueuePlan | None = None
-    """None: the gateways' defaults apply."""
-    prefix_scope: str = "tenant"
-    routing_policy: str = "Auto"
-    session_header: str = ""
-    chat_template: str | None = None
-    tool_call_parser: str = "auto"
-    reasoning_parser: str = "auto"
     cache: ModelCachePlan | None = None
     gpu_hour_price: float | None = None
     """Price of one GPU for one hour; for metrics only."""
@@ -171,6 +153,15 @@ class Plan:
     def key(self) -> str:
         """namespace/name."""
         return f"{self.namespace}/{self.name}"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The model's name, then its aliases."""
+        return self.served.names
+
+    @property
+    def weight(self) -> int | None:
+        return self.served.weight
 
     @property
     def waits_for_job(self) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from pagemill_protocol.catalog import QueueLimits
+from pagemill_protocol.resource.served import QueueLimits
 from pagemill_simulator.conversations import Conversation
 from pagemill_simulator.fleet.fleet import simulate_fleet
 from pagemill_simulator.fleet.outcome import FirstToken

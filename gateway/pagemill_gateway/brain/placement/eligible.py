@@ -125,13 +125,13 @@ class Eligible:
 
     def _share(self, deployments: list[DeploymentRecord]) -> _Share | None:
         """Draw a deployment by weight, of those with usable endpoints, else of those with leaving ones."""
-        wanted = [deployment for deployment in deployments if deployment.model.weight > 0]
+        wanted = [deployment for deployment in deployments if deployment.model.share > 0]
         ready = [(each, usable) for each in wanted if (usable := each.usable())]
         if not ready:
             ready = [(each, departing) for each in wanted if (departing := self._departing(each))]
         if len(ready) <= 1:
             return ready[0] if ready else None
-        return self._rng.choices(ready, weights=[deployment.model.weight for deployment, _ in ready])[0]
+        return self._rng.choices(ready, weights=[deployment.model.share for deployment, _ in ready])[0]
 
 
 def _target(deployment: DeploymentRecord, usable: list[EndpointRecord], digest: str) -> Target:
@@ -162,7 +162,7 @@ def _nothing_ready(model: str, deployments: list[DeploymentRecord], now: float) 
         reason = "it has no engine running"
     elif all(record.leaving for record in records):
         reason = "its engines are shutting down"
-    elif all(deployment.model.weight <= 0 for deployment in deployments):
+    elif all(deployment.model.share <= 0 for deployment in deployments):
         reason = "its routing weight is 0"
     else:
         states = Counter(_state(record) for record in records if not record.usable)

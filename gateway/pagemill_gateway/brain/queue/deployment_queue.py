@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from pagemill_gateway.admission.fair_queue import FairQueue, Waiter
-from pagemill_protocol.catalog import QueueLimits
 from pagemill_protocol.errors import PagemillError, unavailable
+from pagemill_protocol.resource.served import QueueLimits
 
 HALF_LIFE_S = 20.0
 LEAST_SECONDS = 0.5

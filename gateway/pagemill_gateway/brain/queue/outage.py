@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from pagemill_gateway.brain.endpoints.deployment import WAIT_FACTOR, DeploymentRecord
 from pagemill_gateway.brain.endpoints.registry import Registry
-from pagemill_protocol.catalog import QueueLimits
+from pagemill_protocol.resource.served import QueueLimits
 
 
 class Outage:
@@ -57,7 +57,7 @@ class Outages:
         return deployment.starts.waits_until(arrived_at) if deployment is not None else -math.inf
 
     def wanted(self, model: str) -> list[DeploymentRecord]:
-        return [each for each in self._registry.named(model) if each.model.weight > 0]
+        return [each for each in self._registry.named(model) if each.model.share > 0]
 
     def waits_left_s(self, model: str) -> dict[str, float]:
         """Return the remaining time that requests may wait for an engine, for each deployment with the name."""

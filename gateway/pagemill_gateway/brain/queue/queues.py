@@ -18,8 +18,8 @@ from typing import Literal, NamedTuple, TypeVar
 
 from pagemill_gateway.brain.interface import QueueTicket
 from pagemill_gateway.brain.queue.deployment_queue import DeploymentQueue, QueueEntry
-from pagemill_protocol.catalog import QueueLimits
 from pagemill_protocol.errors import PagemillError, deadline_exceeded, internal_error, unavailable
+from pagemill_protocol.resource.served import QueueLimits
 
 logger = logging.getLogger("pagemill.gateway.brain")
 TICK_S = 0.1

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import msgspec
 
+from pagemill_protocol.resource.served import WatchedSection, WatchedSpec
+
 NO_NAMESPACE = ""
 
 
-class Struct(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """The base of all objects: fields in snake case, keys in camel case."""
-
-
-class WatchedMetadata(Struct, frozen=True, kw_only=True):
+class WatchedMetadata(WatchedSection, frozen=True, kw_only=True):
     name: str = ""
     namespace: str = NO_NAMESPACE
     generation: int = 0
@@ -24,60 +22,20 @@ class WatchedMetadata(Struct, frozen=True, kw_only=True):
     deletion_timestamp: str | None = None
 
 
-class WatchedModel(Struct, frozen=True, kw_only=True):
-    name: str | None = None
-    aliases: list[str] = []
-    chat_template: str | None = None
-    tool_call_parser: str = "auto"
-    reasoning_parser: str = "auto"
-
-
-class WatchedPrefixCaching(Struct, frozen=True, kw_only=True):
-    scope: str = "tenant"
-
-
-class WatchedEngine(Struct, frozen=True, kw_only=True):
-    prefix_caching: WatchedPrefixCaching = WatchedPrefixCaching()
-
-
-class WatchedQueue(Struct, frozen=True, kw_only=True):
-    max_requests: int = 1000
-    max_bytes: int | str = "256Mi"
-    timeout: str = "60s"
-
-
-class Routing(Struct, frozen=True, kw_only=True):
-    policy: str = "Auto"
-    session_header: str | None = None
-    weight: int | None = None
-    queue: WatchedQueue | None = None
-
-
-class WatchedAutoscaling(Struct, frozen=True, kw_only=True):
-    mode: str = "Active"
-
-
-class DeploymentSpec(Struct, frozen=True, kw_only=True):
-    model: WatchedModel = WatchedModel()
-    engine: WatchedEngine = WatchedEngine()
-    routing: Routing = Routing()
-    autoscaling: WatchedAutoscaling | None = None
-
-
-class WatchedCondition(Struct, frozen=True, kw_only=True):
+class WatchedCondition(WatchedSection, frozen=True, kw_only=True):
     type: str
     status: str = "Unknown"
     observed_generation: int = 0
     reason: str = ""
 
 
-class DeploymentStatus(Struct, frozen=True, kw_only=True):
-    conditions: list[WatchedCondition] = []
+class DeploymentStatus(WatchedSection, frozen=True, kw_only=True):
+    conditions: list[WatchedCondition] = msgspec.field(default_factory=list)
 
 
-class WatchedDeployment(Struct, frozen=True, kw_only=True):
+class WatchedDeployment(WatchedSection, frozen=True, kw_only=True):
     metadata: WatchedMetadata
-    spec: DeploymentSpec = DeploymentSpec()
+    spec: WatchedSpec = WatchedSpec()
     status: DeploymentStatus = DeploymentStatus()
 
     @property
@@ -89,35 +47,35 @@ class WatchedDeployment(Struct, frozen=True, kw_only=True):
         return None
 
 
-class TargetRef(Struct, frozen=True, kw_only=True):
+class TargetRef(WatchedSection, frozen=True, kw_only=True):
     kind: str = ""
     uid: str = ""
 
 
-class EndpointConditions(Struct, frozen=True, kw_only=True):
+class EndpointConditions(WatchedSection, frozen=True, kw_only=True):
     ready: bool | None = None
     terminating: bool | None = None
 
 
-class SliceEndpoint(Struct, frozen=True, kw_only=True):
-    addresses: list[str] = []
+class SliceEndpoint(WatchedSection, frozen=True, kw_only=True):
+    addresses: list[str] = msgspec.field(default_factory=list)
     conditions: EndpointConditions = EndpointConditions()
     target_ref: TargetRef | None = None
 
 
-class Port(Struct, frozen=True, kw_only=True):
+class Port(WatchedSection, frozen=True, kw_only=True):
     name: str | None = None
     port: int | None = None
 
 
-class EndpointSlice(Struct, frozen=True, kw_only=True):
+class EndpointSlice(WatchedSection, frozen=True, kw_only=True):
     metadata: WatchedMetadata
     address_type: str = "IPv4"
     endpoints: list[SliceEndpoint] | None = None
     ports: list[Port] | None = None
 
 
-class Secret(Struct, frozen=True, kw_only=True):
+class Secret(WatchedSection, frozen=True, kw_only=True):
     metadata: WatchedMetadata
     data: dict[str, str] | None = None
     """The values in base64."""

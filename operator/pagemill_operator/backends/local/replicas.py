@@ -9,7 +9,7 @@ import asyncio
 import copy
 import secrets
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import aiohttp
@@ -22,7 +22,7 @@ from pagemill_operator.backends.local.supervisor import Launch, Supervisor
 from pagemill_operator.backends.standby import Call, StandbyActions, call_engine
 from pagemill_operator.plan.types import Group, Plan, Problem, Process
 from pagemill_operator.status.conditions import ReplicaObservation
-from pagemill_protocol.catalog import DEFAULT_WEIGHT, CatalogModel, Endpoint, QueueLimits
+from pagemill_protocol.catalog import CatalogModel, Endpoint, catalog_model
 
 LOOPBACK = "127.0.0.1"
 SLEEP_RETRY_S = 10.0
@@ -91,21 +91,12 @@ class Deployment:
         """The deployment as the gateway serves it."""
         plan = self.plan
         endpoints = [replica.endpoint for replica in self.replicas]
-        return CatalogModel(
+        return catalog_model(
+            plan.served,
             namespace=plan.namespace,
             deployment=plan.name,
-            name=plan.model_name,
-            aliases=list(plan.names[1:]),
-            weight=DEFAULT_WEIGHT if plan.weight is None else plan.weight,
             engine_token=self.token,
-            prefix_scope=plan.prefix_scope,
-            routing_policy=plan.routing_policy,
-            session_header=plan.session_header,
             wakes=self.is_in_effect and plan.autoscaling is not None and plan.autoscaling.mode == "Active",
-            queue=QueueLimits(**asdict(plan.queue)) if plan.queue is not None else None,
-            chat_template=plan.chat_template,
-            tool_call_parser=plan.tool_call_parser,
-            reasoning_parser=plan.reasoning_parser,
             endpoints=[endpoint for endpoint in endpoints if endpoint is not None],
         )
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagemill_crds.quantities import cpu_cores, duration_seconds, memory_bytes
+from pagemill_protocol.resource.quantities import cpu_cores, duration_seconds, memory_bytes
 
 
 @pytest.mark.parametrize(
