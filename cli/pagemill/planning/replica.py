@@ -160,7 +160,7 @@ def _on_accelerator(
         fit_from = f"computed from a data sheet, not measured: {accelerator.source}"
     memory = placement.memory
     cache = _divided(config, header.spec, memory.num_blocks)
-    replica = _replica(config, header.spec, sizes, memory, fit, accelerator.name, fit_from, cache.counts[0])
+    replica = _replica(config, header.spec, sizes, memory, fit, accelerator.name, fit_from, cache)
     return _holding(replica, cache, length)._replace(overlaps=config.overlap is not False)
 
 
@@ -174,7 +174,7 @@ def _on_cpu(
     memory = plan_memory(config, spec, sizes, _pod_memory(memory_bytes) if memory_bytes else measure_memory())
     device = "CPU with resources.memory" if memory_bytes else "CPU with the memory of this machine"
     cache = _divided(config, spec, memory.num_blocks)
-    replica = _replica(config, spec, sizes, memory, fit, device, fit_from, cache.counts[0])
+    replica = _replica(config, spec, sizes, memory, fit, device, fit_from, cache)
     return _holding(replica, cache, length)
 
 
@@ -202,15 +202,15 @@ def _replica(
     fit: StepTimeParams,
     device: str,
     fit_from: str,
-    num_full_blocks: int,
+    cache: CacheBlocks,
 ) -> PlannedReplica:
-    """Return the replica. `num_full_blocks`: those that limit the tokens of one request."""
+    """Return the replica. `cache`: limits the tokens of one request."""
     from pagemill_engine.sizing.kv_sizes import max_model_len_for
 
     shape = Shape(memory.num_blocks, config.block_size, *config.step, fit)
     return PlannedReplica(
         shape=shape,
-        max_model_len=max_model_len_for(config, spec, num_full_blocks),
+        max_model_len=max_model_len_for(config, spec, cache),
         weight_bytes=sizes.weight_bytes,
         kv_bytes_per_token=sizes.kv_bytes_per_token,
         budget=memory.budget,

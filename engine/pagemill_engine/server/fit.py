@@ -10,15 +10,17 @@ from pathlib import Path
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.failure import StartupError
+from pagemill_engine.sizing.kv_sizes import cache_kinds, kv_bytes_per_token, max_model_len_for
 from pagemill_engine.sizing.memory import memory_limit
+from pagemill_engine.weights.errors import LoadError
+from pagemill_kernels.kv_store.kinds import KVType
 from pagemill_models.spec.model_spec import ModelSpec
 
 RUNTIME_BYTES = 256 * 1024**2
 """Memory of both processes without a model; a low estimate."""
 NVIDIA_DRIVER = Path("/dev/nvidiactl")
 """Exists, in containers too, where an NVIDIA device can be used."""
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1}
-_LEAST_ITEM_BYTES = 2
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _CODE_BITS = {"int8": 8, "int4": 4, "w8a8": 8, "fp8": 8}
 
 
@@ -28,6 +30,8 @@ def check_fits(config: EngineConfig, spec: ModelSpec) -> None:
         return  # Weights and cache go to the device's own memory, layer by layer.
     limit = memory_limit()
     weights, kv_cache = _weight_bytes(config, spec), _kv_cache_bytes(config, spec)
+    if kv_cache:
+        _check_longest(config, spec, kv_cache)
     if weights + RUNTIME_BYTES > limit:
         raise StartupError(
             "ModelTooLarge",
@@ -66,9 +70,23 @@ def _kv_cache_bytes(config: EngineConfig, spec: ModelSpec) -> int:
     """Return the bytes of the KV cache that the settings ask for; 0 if the cache takes the memory that is left."""
     if config.num_kv_blocks is None:
         return config.kv_cache_memory_bytes or 0
-    dtype = config.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
-    item_bytes = _ITEM_BYTES.get(dtype, _LEAST_ITEM_BYTES)
-    return config.num_kv_blocks * config.block_size * spec.kv_bytes_per_token(item_bytes)
+    return config.num_kv_blocks * config.block_size * kv_bytes_per_token(spec, _kv_type(config))
+
+
+def _check_longest(config: EngineConfig, spec: ModelSpec, kv_bytes: int) -> None:
+    """Raise `StartupError` if a request of `max_model_len` tokens does not fit into a cache of so many bytes."""
+    kind = _kv_type(config)
+    num_blocks = kv_bytes // max(1, config.block_size * kv_bytes_per_token(spec, kind))
+    try:
+        max_model_len_for(config, spec, cache_kinds(config, spec, kind, num_blocks))
+    except LoadError as error:
+        raise StartupError(error.reason, error.message, "max_model_len") from None
+
+
+def _kv_type(config: EngineConfig) -> KVType:
+    """Return the type of the cache, or one that takes no more if the device decides."""
+    name = config.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+    return "bfloat16" if name == "auto" else name
 
 
 def _size(num_bytes: int) -> str:

@@ -1,18 +1,25 @@
-"""Sizes of the KV cache before it exists: bytes per token, the longest request that it allows, and its refusal.
+"""Sizes of the KV cache before it exists: bytes per token, its division among cache kinds, the longest request that it
+allows, and its refusal. Engine and planner divide memory here only.
 
 The arrays are `executing.kv_cache`'s part.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from pagemill_engine.config import EngineConfig
+from pagemill_engine.config import EngineConfig, StepLimits
 from pagemill_engine.sizing.budget import keeps_nothing
 from pagemill_engine.weights.errors import LoadError
 from pagemill_kernels.kv_store.kinds import KVType, token_bytes
 from pagemill_models.spec.model_spec import ModelSpec, kinds_of
-from pagemill_protocol.report.cache_kinds import CacheKind, split_blocks
+from pagemill_protocol.report.cache_kinds import CacheKind, most_held, one_kind
+
+USUAL_TOKENS = 4096
+"""Tokens of the sequences for which memory is divided among kinds, unless the model's are shorter."""
+ANY_LENGTH = 1 << 60
+"""Tokens of the longest sequence where nothing limits it."""
 
 
 class CacheBlocks(NamedTuple):
@@ -31,23 +38,103 @@ def kv_bytes_per_token(spec: ModelSpec, kind: KVType) -> int:
 
 
 def cache_kinds(config: EngineConfig, spec: ModelSpec, kind: KVType, num_blocks: int) -> CacheBlocks:
-    """Divide the memory of `num_blocks` blocks of all layers among the cache kinds of the model."""
-    size, step_tokens = config.block_size, config.step.max_num_batched_tokens
+    """Divide the memory of `num_blocks` blocks of all attention layers among the cache kinds of the model."""
     longest = min(config.max_model_len or spec.max_position_embeddings, spec.max_position_embeddings)
-    kinds = kinds_of(spec.decoder, size, lambda values: token_bytes(kind, values), longest)
-    found, counts = split_blocks(kinds, num_blocks, longest, step_tokens, size)
-    return CacheBlocks(tuple(found), tuple(counts))
+    kinds = kinds_of(spec.decoder, config.block_size, lambda values: token_bytes(kind, values), longest)
+    if keeps_nothing(spec):
+        return CacheBlocks((one_kind(kinds),), (num_blocks,))
+    total = num_blocks * sum(each.block_bytes for each in kinds if not each.state)
+    return divide(kinds, total, longest, config.step, config.block_size)
 
 
-def max_model_len_for(config: EngineConfig, spec: ModelSpec, num_blocks: int) -> int:
+def divide(kinds: Sequence[CacheKind], total: int, longest: int, step: StepLimits, block_size: int) -> CacheBlocks:
+    """Divide `total` bytes among the kinds of a model whose sequences have up to `longest` tokens.
+
+    Off come what no block of a sequence takes (`bytes_beside`) and the fewest blocks of each kind; the rest is divided
+    as decodes of sequences of up to 4,096 tokens need it. If the kinds that keep everything would get fewer blocks than
+    without windows, nothing is freed behind windows: all layers with vectors are of one kind. Raises `LoadError`.
+    """
+    vectors = [kind for kind in kinds if not kind.state]
+    plain = [*([one_kind(vectors)] if vectors else ()), *(kind for kind in kinds if kind.state)]
+    if len(plain) == 1 and plain[0].keeps_all:
+        counts: list[int] | None = [total // plain[0].block_bytes]  # their padding block is not counted
+    else:
+        counts = _counts(plain, total, longest, step, block_size)
+    if len(vectors) > 1:
+        freeing = _counts(kinds, total, longest, step, block_size)
+        most = counts[0] if counts is not None else 0
+        if freeing and all(count >= most for count, kind in zip(freeing, kinds, strict=True) if kind.keeps_all):
+            return CacheBlocks(tuple(kinds), tuple(freeing))
+    if counts is None:
+        raise _too_small(plain, total, longest, step, block_size)
+    return CacheBlocks(tuple(plain), tuple(counts))
+
+
+def bytes_beside(kinds: Sequence[CacheKind], max_num_seqs: int) -> int:
+    """Return the bytes that no block of a sequence takes: a padding block of each kind, and the inputs that each
+    running sequence has since its last state."""
+    return sum(kind.block_bytes + max_num_seqs * kind.row_bytes for kind in kinds)
+
+
+def fewest_blocks(kind: CacheKind, longest: int, step: StepLimits, block_size: int) -> int:
+    """Return the blocks that a kind gets before memory is divided by need.
+
+    Of a window: those of one sequence of `longest` tokens in the largest steps, so that a step's tokens cost decodes
+    nothing. Of states: that of one sequence, and one for every 16 running ones, whose next state cannot replace the
+    last one.
+    """
+    if kind.state:
+        return 1 + -(-step.max_num_seqs // 16)
+    return 0 if kind.keeps_all else most_held(kind, 0, longest, step.max_num_batched_tokens, block_size)
+
+
+def _counts(
+    kinds: Sequence[CacheKind], total: int, longest: int, step: StepLimits, block_size: int
+) -> list[int] | None:
+    """Return the blocks of each kind, or None if the bytes do not suffice."""
+    fewest = [fewest_blocks(kind, longest, step, block_size) for kind in kinds]
+    shares = [most_held(kind, 0, min(longest, USUAL_TOKENS), 1, block_size) for kind in kinds]
+    taken = sum(few * kind.block_bytes for few, kind in zip(fewest, kinds, strict=True))
+    rest = total - bytes_beside(kinds, step.max_num_seqs) - taken
+    weight = sum(share * kind.block_bytes for share, kind in zip(shares, kinds, strict=True))
+    if rest <= 0 or not weight:
+        return None
+    return [few + rest * share // weight for few, share in zip(fewest, shares, strict=True)]
+
+
+def _too_small(kinds: Sequence[CacheKind], total: int, longest: int, step: StepLimits, block_size: int) -> LoadError:
+    """Return the error of a cache that is too small for one sequence, which names the kind that takes most."""
+    sizes = [
+        fewest_blocks(kind, longest, step, block_size) * kind.block_bytes + bytes_beside([kind], step.max_num_seqs)
+        for kind in kinds
+    ]
+    taken, name = max((taken, kind.name) for taken, kind in zip(sizes, kinds, strict=True))
+    return LoadError(
+        "KVCacheTooSmall",
+        f"The KV cache has {total} bytes, but `{name}` alone takes {taken} for one request and the rows of "
+        f"maxNumSeqs {step.max_num_seqs}. Raise kvCacheMemory or lower maxNumSeqs.",
+    )
+
+
+def longest_request(cache: CacheBlocks, step_tokens: int, block_size: int) -> tuple[int, int]:
+    """Return the most tokens of a request for which every kind has the blocks, and the number of the kind that has
+    fewest."""
+    most = []
+    for kind, count in zip(cache.kinds, cache.counts, strict=True):
+        fits = not kind.keeps_all and most_held(kind, 0, ANY_LENGTH, step_tokens, block_size) <= count
+        most.append(ANY_LENGTH if fits else count * block_size + (block_size - 1 if kind.state else 0))
+    return min(most), most.index(min(most))
+
+
+def max_model_len_for(config: EngineConfig, spec: ModelSpec, cache: CacheBlocks) -> int:
     """Return how many tokens one request may have.
 
     Raises `LoadError` if the setting asks for more than the model or the cache allows.
     """
-    cache_tokens = num_blocks * config.block_size
     wanted = config.max_model_len
     if keeps_nothing(spec):
         return _whole_prompts_for(config, spec)
+    cache_tokens, number = longest_request(cache, config.step.max_num_batched_tokens, config.block_size)
     if wanted is None:
         return min(spec.max_position_embeddings, cache_tokens)
     if wanted > spec.max_position_embeddings:
@@ -57,10 +144,11 @@ def max_model_len_for(config: EngineConfig, spec: ModelSpec, num_blocks: int) ->
             "Lower maxModelLen.",
         )
     if wanted > cache_tokens:
+        name = f"`{cache.kinds[number].name}` " if number else ""
         raise LoadError(
             "MaxModelLenTooLarge",
-            f"maxModelLen is {wanted}, but the KV cache holds {cache_tokens} tokens ({num_blocks} blocks of "
-            f"{config.block_size}). Lower maxModelLen or raise kvCacheMemory.",
+            f"maxModelLen is {wanted}, but the KV cache holds {cache_tokens} tokens ({cache.counts[number]} {name}"
+            f"blocks of {config.block_size}). Lower maxModelLen or raise kvCacheMemory.",
         )
     return wanted
 

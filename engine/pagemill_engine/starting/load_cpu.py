@@ -65,12 +65,12 @@ def _torch_threads(compute: Compute, number: int) -> Callable[[], object]:
 
 def _runner(files: ModelFiles, prepared: PreparedModel) -> Runner:
     config, compute, spec, num_blocks = prepared.config, prepared.compute, files.spec, prepared.num_blocks
+    cache = cache_kinds(config, spec, compute.kv_dtype, num_blocks)
+    max_model_len = max_model_len_for(config, spec, cache)
     if keeps_nothing(spec):
         from pagemill_engine.starting.load_encoder import load_encoder
 
-        return load_encoder(prepared, spec, max_model_len_for(config, spec, num_blocks))
-    cache = cache_kinds(config, spec, compute.kv_dtype, num_blocks)
-    max_model_len = max_model_len_for(config, spec, cache.counts[0])
+        return load_encoder(prepared, spec, max_model_len)
     model = _native(prepared, spec, max_model_len) if compute.is_native else _torch(files, prepared, max_model_len)
     trim_heap()
     files.progress("allocating", describe_cache(cache, config.block_size, compute.kv_dtype))

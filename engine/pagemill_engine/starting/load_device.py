@@ -58,7 +58,7 @@ def _load(files: ModelFiles, compute: Compute) -> Runner:
         trim_heap()
         num_blocks = ANY_NUMBER if compiles else prepared.num_blocks
         cache = cache_kinds(config, spec, compute.kv_dtype, num_blocks)
-        max_model_len = max_model_len_for(config, spec, cache.counts[0])
+        max_model_len = max_model_len_for(config, spec, cache)
         tables = decoder_tables(spec.decoder, max_model_len, prepared.weights)
     if not compiles:
         files.progress("allocating", describe_cache(cache, config.block_size, compute.kv_dtype))

@@ -144,7 +144,7 @@ def _parts(
     weights = SlicedTensors(prepared.weights, whole.decoder, spec.decoder, slices)
     # The whole model's division among cache kinds: blocks have the same ids on all ranks.
     blocks = cache_kinds(config, whole, prepared.compute.kv_dtype, prepared.num_blocks)
-    max_model_len = max_model_len_for(config, whole, blocks.counts[0])
+    max_model_len = max_model_len_for(config, whole, blocks)
     if prepared.compute.is_native:
         model = _native(spec, prepared, weights, max_model_len, group)
     else:

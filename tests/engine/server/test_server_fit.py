@@ -56,6 +56,20 @@ def test_a_cache_that_does_not_fit_beside_the_weights_has_its_own_reason(
     assert "kvCacheMemory" in error.termination.message
 
 
+def test_a_length_that_the_cache_cannot_hold_is_refused_before_weights_are_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    error = verdict(monkeypatch, 600 * MIB, num_kv_blocks=64, max_model_len=1025)
+    assert error is not None
+    assert error.termination.reason == "MaxModelLenTooLarge"
+    assert "maxModelLen is 1025, but the KV cache holds 1024 tokens (64 blocks of 16)" in error.termination.message
+    assert verdict(monkeypatch, 600 * MIB, num_kv_blocks=64, max_model_len=1024) is None
+    assert verdict(monkeypatch, 600 * MIB, kv_cache_memory_bytes=64 * MIB, max_model_len=1024) is None
+    error = verdict(monkeypatch, 600 * MIB, kv_cache_memory_bytes=8 * MIB, max_model_len=1024, kv_cache_dtype="float32")
+    assert error is not None
+    assert error.termination.reason == "MaxModelLenTooLarge"
+
+
 def test_a_gpus_memory_is_not_compared_with_the_containers_limit(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -36,8 +36,6 @@ class CacheKind(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.window is None and not self.state
 
 
-USUAL_TOKENS = 4096
-"""Tokens of the sequences for which memory is divided among kinds, unless the model's are shorter."""
 FULL = CacheKind()
 """The only kind of most models: every token reads all tokens before it."""
 
@@ -101,28 +99,6 @@ def blocks_at(kinds: Sequence[CacheKind], counts: Sequence[int], num_tokens: int
         count * full // max(1, most_held(kind, 0, num_tokens, 1, block_size))
         for kind, count in zip(kinds, counts, strict=True)
     )
-
-
-def split_blocks(
-    kinds: Sequence[CacheKind], num_blocks: int, longest: int, step_tokens: int, block_size: int
-) -> tuple[list[CacheKind], list[int]]:
-    """Divide the memory of `num_blocks` blocks of all layers among the kinds. Returns kinds, and the blocks of each.
-
-    Each windowed kind gets what one sequence of `longest` tokens needs in steps of `step_tokens`; the rest is divided
-    as decodes of sequences of up to 4,096 tokens need it. If the other kinds would get fewer blocks than without
-    windows, nothing is freed behind windows: all layers are of one kind.
-    """
-    total = num_blocks * sum(kind.block_bytes for kind in kinds)
-    usual = min(longest, USUAL_TOKENS)
-    fewest = [most_held(kind, 0, longest, step_tokens, block_size) if kind.window else 0 for kind in kinds]
-    shares = [most_held(kind, 0, usual, 1, block_size) for kind in kinds]
-    rest = total - sum(few * kind.block_bytes for few, kind in zip(fewest, kinds, strict=True))
-    weight = sum(share * kind.block_bytes for share, kind in zip(shares, kinds, strict=True))
-    if len(kinds) > 1 and rest > 0 and weight:
-        counts = [few + rest * share // weight for few, share in zip(fewest, shares, strict=True)]
-        if all(count >= num_blocks for count, kind in zip(counts, kinds, strict=True) if kind.window is None):
-            return list(kinds), counts
-    return [one_kind(kinds)], [num_blocks]
 
 
 def one_kind(kinds: Sequence[CacheKind]) -> CacheKind:
