@@ -271,9 +271,20 @@ def _shown_default(default: Any) -> str:
     return "" if is_empty or callable(default) else f"`{default}`"
 
 
+OUTCOMES_TEXT = (
+    "Each request has one outcome, which is counted once at its end, whatever its status line said: the label "
+    "`outcome` of `pagemill_gateway_requests_total`, the field `outcome` of the gateway's log, and the attribute "
+    "`pagemill.outcome` of the request's span. Availability is the share of `completed` among `completed` and what "
+    "burns; `client_left` and `refused` are not in it. Streams that ended without a first token, by `no_capacity` or "
+    "`failed_before_first_token`, miss the objective of first tokens, too."
+)
+OUTCOMES_HEAD = ("| Outcome | When | Status | Body | Burns error budget |", "|---|---|---|---|---|")
+
+
 def metrics_page() -> str:
     from pagemill_operator.controller.reporting.metric_specs import OPERATOR_METRICS
     from pagemill_protocol.metrics import ENGINE_METRICS, GATEWAY_METRICS
+    from pagemill_protocol.report.outcomes import OUTCOMES
 
     about = (
         "Engine pods export the first table and gateways the second, on the control port under `/metrics`; the "
@@ -287,6 +298,11 @@ def metrics_page() -> str:
         parts.append(
             "\n".join([f"## {title}", "", "| Metric | Kind | Labels | Meaning |", "|---|---|---|---|", *rows, ""])
         )
+    outcomes = [
+        f"| `{each.name}` | {each.when} | {each.status} | {each.body} | {'yes' if each.burns else 'no'} |"
+        for each in OUTCOMES
+    ]
+    parts.append("\n".join(["## Outcomes", "", OUTCOMES_TEXT, "", *OUTCOMES_HEAD, *outcomes, ""]))
     buckets = [
         f"| `{each.name}` | {', '.join(f'{bound:g}' for bound in each.buckets)} |"
         for each in (*ENGINE_METRICS, *GATEWAY_METRICS, *OPERATOR_METRICS)

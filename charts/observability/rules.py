@@ -6,12 +6,13 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import yaml
 
 from observability.promql import by_model, rate, serving
+from pagemill_protocol.report.outcomes import BURNING, NO_FIRST_TOKEN, Outcome
 
 SATURATED = 0.9
 """Share of the KV cache above which requests wait or are preempted."""
@@ -144,7 +145,8 @@ def work_rules() -> list[Rule]:
 
 def objective_rule() -> Rule:
     declared = "max by (model, variant, le) (pagemill_deployment_first_token_budget_ratio)"
-    served = f"{BUDGETS['first_token']} * group by (model, variant) ({FIRST_TOKENS}_count)"
+    without = _requests(NO_FIRST_TOKEN, 'stream="true"', 'variant!=""')
+    served = f"{BUDGETS['first_token']} * group by (model, variant) ({FIRST_TOKENS}_count or {without})"
     default = f'label_replace({served}, "le", "{FIRST_TOKEN_WITHIN_S}", "", "")'
     return Rule(
         OBJECTIVE,
@@ -154,17 +156,28 @@ def objective_rule() -> Rule:
 
 
 def slo_rules() -> Iterator[Rule]:
-    requests = 'pagemill_gateway_requests_total{model!=""}'
-    failed = 'pagemill_gateway_requests_total{model!="",status=~"5.."}'
+    failed = _requests(BURNING)
+    ended = _requests(("completed", *BURNING))
+    without = _requests(NO_FIRST_TOKEN, 'stream="true"')
     budget = f"on (model) min by (model) ({OBJECTIVE})"
     about = "Rate at which the error budget is used up, as a multiple of the allowed rate."
     for window in WINDOWS:
-        total = f"sum by (model) ({rate(requests, window)})"
-        errors = f"(sum by (model) ({rate(failed, window)}) or 0 * {total}) / ({total} > 0)"
-        first_tokens = f"sum by (model) ({rate(f'{FIRST_TOKENS}_count', window)})"
-        late = f"1 - {within_objective(window)} / ({first_tokens} > 0)"
+        total = f"sum by (model) ({rate(ended, window)})"
+        errors = f"{_or_zero(f'sum by (model) ({rate(failed, window)})', total)} / ({total} > 0)"
+        first_tokens = f"sum by (model) ({rate(f'{FIRST_TOKENS}_count', window)} or {rate(without, window)})"
+        late = f"1 - {_or_zero(within_objective(window), first_tokens)} / ({first_tokens} > 0)"
         yield Rule(burn(window), f"{errors} / {BUDGETS['availability']}", about, {"slo": "availability"})
         yield Rule(burn(window), f"({late}) / {budget}", about, {"slo": "first_token"})
+
+
+def _requests(outcomes: Iterable[Outcome], *matchers: str) -> str:
+    of = ",".join(('model!=""', f'outcome=~"{"|".join(outcomes)}"', *matchers))
+    return f"pagemill_gateway_requests_total{{{of}}}"
+
+
+def _or_zero(expression: str, present: str) -> str:
+    """Return the expression with 0 for models that only `present` has."""
+    return f"({expression} or 0 * {present})"
 
 
 def recording_groups() -> dict[str, list[Rule]]:

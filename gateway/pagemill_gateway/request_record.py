@@ -12,6 +12,7 @@ import msgspec
 from pagemill_api.dialects.registry import dialect_of
 from pagemill_gateway.brain.interface import DEFAULT_TICKET, Assignment, FailureKind, QueueTicket, Target
 from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.report.outcomes import CLIENT_CLOSED, Outcome, outcome_of
 from pagemill_protocol.request.generate import FinishReason, FrameMeta, GenerateRequest, Usage
 from pagemill_protocol.request.sampling import SamplingParams, is_low_priority
 from pagemill_servers.keys.caller import Caller
@@ -95,7 +96,15 @@ class RequestRecord:
     is_low_priority: bool = False
     """Whether the request has low priority, as lines of batches have."""
     status: int = 0
+    error_status: int = 0
+    """The status of the error that ended the request, also if the answer had begun with another one."""
     error_code: str | None = None
+    has_broken_off: bool = False
+    """Whether the answer ended early after the client had got a part of it."""
+    last_failure: FailureKind | Literal[""] = ""
+    """The failure of the last engine that ended an attempt."""
+    asked_model: str = ""
+    """The name in a valid body, which may be unknown."""
 
     def called_by(self, caller: Caller) -> None:
         self.tenant, self.account, self.is_keyed = caller.tenant, caller.account, bool(caller.key_hash)
@@ -136,7 +145,17 @@ class RequestRecord:
         return attempt
 
     def failed(self, error: PagemillError) -> None:
-        self.error_code = error.code or error.type
+        self.error_status, self.error_code = error.status, error.code or error.type
+
+    def client_left(self) -> None:
+        self.status = self.error_status = CLIENT_CLOSED
+
+    @property
+    def outcome(self) -> Outcome:
+        """The outcome, once the request is over."""
+        after_first_token = self.has_broken_off or (self.stream and self.num_delivered > 0)
+        status = self.error_status or self.status
+        return outcome_of(status, self.error_code, after_first_token=after_first_token)
 
     @property
     def output_tokens(self) -> int:

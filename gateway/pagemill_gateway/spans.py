@@ -89,6 +89,7 @@ def _end(attempt: AttemptRecord, ended_at: float) -> float:
 
 
 def _of_routing(record: RequestRecord) -> Iterator[Attribute]:
+    yield "pagemill.outcome", record.outcome
     if record.sampling is None:
         return
     yield "pagemill.deployment", record.deployment
@@ -102,6 +103,6 @@ def _of_attempt(record: RequestRecord, attempt: AttemptRecord) -> Iterator[Attri
     yield "pagemill.endpoint", attempt.endpoint_id
     yield "pagemill.routing.policy", attempt.policy
     yield "pagemill.routing.predicted_cached_tokens", attempt.predicted_cached_tokens
-    yield "pagemill.outcome", attempt.outcome
+    yield "pagemill.attempt.outcome", attempt.outcome
     if attempt.outcome != "served":
         yield "error.type", attempt.outcome

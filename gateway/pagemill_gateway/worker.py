@@ -131,7 +131,7 @@ class Worker:
     # Calls of the control process.
 
     async def measure(self, endpoint_ids: frozenset[str]) -> WorkerMeasurements:
-        self.metrics.forget_all_but(endpoint_ids)
+        self.metrics.forget_all_but(endpoint_ids, self.keys.tenants)
         return self.measures()
 
     @property

@@ -164,7 +164,9 @@ async def test_metrics_are_not_served_on_the_data_port(engines, gateways) -> Non
     assert (refused.status, refused.error["code"]) == (404, "not_found")
     assert refused.error["message"].replace("/metrics", "/unheard-of") == unheard_of.error["message"]
     text = (await gateway.get("/metrics", control=True)).raw.decode()
-    answered = 'model="tiny",route="/v1/chat/completions",status="200",variant="default/d"'
+    answered = (
+        'model="tiny",outcome="completed",route="/v1/chat/completions",status="200",stream="false",variant="default/d"'
+    )
     assert f"pagemill_gateway_requests_total{{{answered}}} 1.0" in text
     assert 'pagemill_gateway_endpoints{model="tiny",phase="ready",variant="default/d"} 3.0' in text
     assert 'pagemill_gateway_tokens_total{kind="completion",model="tiny",variant="default/d"} 2.0' in text

@@ -17,8 +17,13 @@ FIRST = "pagemill_gateway_time_to_first_token_seconds"
 VARIANT = 'variant="default/chat"'
 WITHIN, FIRST_COUNT = f'{FIRST}_bucket{{le="2.5",{MODEL},{VARIANT}}}', f"{FIRST}_count{{{MODEL},{VARIANT}}}"
 SOON = f'{FIRST}_bucket{{le="0.5",{MODEL},{VARIANT}}}'
-FAILED = f'pagemill_gateway_requests_total{{status="500",{MODEL}}}'
-ANSWERED = f'pagemill_gateway_requests_total{{status="200",{MODEL}}}'
+REQUESTS = "pagemill_gateway_requests_total"
+FAILED = f'{REQUESTS}{{outcome="failed_before_first_token",status="500",{MODEL}}}'
+BROKEN = f'{REQUESTS}{{outcome="failed_after_first_token",status="200",stream="true",{MODEL}}}'
+QUEUED_STREAM = f'{REQUESTS}{{outcome="no_capacity",status="200",stream="true",{MODEL},{VARIANT}}}'
+LEFT = f'{REQUESTS}{{outcome="client_left",status="499",{MODEL}}}'
+REFUSED = f'{REQUESTS}{{outcome="refused",status="429",{MODEL}}}'
+ANSWERED = f'{REQUESTS}{{outcome="completed",status="200",{MODEL}}}'
 DEPLOYMENT = f'{{{MODEL},variant="default/chat"}}'
 PRICE = f"pagemill_deployment_gpu_hour_price{DEPLOYMENT}"
 GPUS = f"pagemill_deployment_gpus{DEPLOYMENT}"
@@ -122,7 +127,9 @@ RULE_CASES = [
         for window in BURN_WINDOWS
         for series, value, labels in (
             ({FAILED: "0+1x40", ANSWERED: "0+99x40"}, 2, 'slo="availability"'),
-            ({ANSWERED: "0+99x40"}, 0, 'slo="availability"'),
+            ({ANSWERED: "0+99x40", LEFT: "0+50x40", REFUSED: "0+50x40"}, 0, 'slo="availability"'),
+            ({BROKEN: "0+1x40", QUEUED_STREAM: "0+1x40", ANSWERED: "0+98x40"}, 4, 'slo="availability"'),
+            ({QUEUED_STREAM: "0+10x40", WITHIN: "0+90x40", FIRST_COUNT: "0+90x40"}, 2, 'slo="first_token"'),
             (SLOW_FIRST_TOKENS, 10, 'slo="first_token"'),
             (STRICT_FIRST_TOKENS, 0, 'slo="first_token"'),
             (STRICT_FIRST_TOKENS | DECLARED, 2, 'slo="first_token"'),

@@ -18,9 +18,10 @@ from pagemill_protocol import metrics as names
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.metrics import ENGINE_METRICS, Metrics, Scrape
 from pagemill_protocol.report.state import EngineLoad
-from pagemill_protocol.request.generate import GenerateRequest
+from pagemill_protocol.request.generate import FinishReason, GenerateRequest
 
 VERSION = version("pagemill-engine")
+ENDS: tuple[FinishReason, ...] = ("error", "abort", "length", "stop")
 PHASES_AFTER_START = ("ready", "draining", "sleeping", "waking")
 
 
@@ -65,7 +66,7 @@ class ServerMetrics:
                 self._metrics.counter(spec)
             elif spec.kind == "histogram":
                 self._metrics.histogram(spec)
-        for reason in ("stop", "length", "abort", "error"):
+        for reason in ENDS:
             self._metrics.counter(names.REQUEST_SUCCESS, finished_reason=reason)
 
     def scrape(self, accept: str) -> Scrape:
@@ -185,7 +186,10 @@ class ServerMetrics:
 
     def request_finished(self, timing: RequestTiming, processor: Processor) -> None:
         metrics, num_tokens = self._metrics, processor.num_new_tokens
-        for reason in processor.finish_reasons:
+        reasons = processor.finish_reasons
+        if reasons:
+            # One request, whatever its number of choices: the end that matters most.
+            reason = next((each for each in ENDS if each in reasons), reasons[0])
             metrics.counter(names.REQUEST_SUCCESS, finished_reason=reason).inc()
         metrics.histogram(names.REQUEST_GENERATION_TOKENS).observe(num_tokens)
         metrics.histogram(names.REQUEST_NUM_PREEMPTIONS).observe(timing.num_preemptions)

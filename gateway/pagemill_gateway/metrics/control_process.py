@@ -5,13 +5,14 @@ The counters of a worker that ended are kept, so that totals do not decrease whe
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container
 from itertools import product
 
 from pagemill_gateway.brain.queue import queues
 from pagemill_gateway.brain.queue.queues import QueueState
 from pagemill_gateway.brain.reading import Reader
 from pagemill_gateway.brain.resilience import poison_requests
+from pagemill_gateway.metrics.departed import Departed
 from pagemill_protocol import metrics as specs
 
 PHASES = ("ready", "starting", "stale", "ejected", "sleeping", "draining")
@@ -27,6 +28,7 @@ class ControlProcessMetrics:
         self._counted: dict[tuple[str, str, str], int] = {}
         """The brain's counts at the latest scrape, by metric, deployment and outcome."""
         self._departed: specs.Samples = {}
+        self._gone_endpoints = Departed()
         self._has_redis = False
 
     def decided_without_redis(self) -> None:
@@ -58,8 +60,8 @@ class ControlProcessMetrics:
         self._metrics.gauge(specs.GATEWAY_WORKERS).set(len(workers))
         self._metrics.gauge(specs.GATEWAY_PREFIX_CHUNKS).set(len(reader.placement.index))
         self._set_deployments(reader)
-        departed = _of_endpoints(self._departed, reader.registry.endpoints)
-        together = specs.add_up([self._metrics.samples(), departed, *workers])
+        self._departed = self._without_gone(self._departed, reader.registry.endpoints)
+        together = specs.add_up([self._metrics.samples(), self._departed, *workers])
         if not self._has_redis:
             # A gauge without labels has a value from the start, and 0 would mean that Redis is unavailable.
             del together[specs.GATEWAY_REDIS_UP.name]
@@ -122,6 +124,14 @@ class ControlProcessMetrics:
                 self._metrics.counter(spec, **labels).inc(max(0, total - before))
         self._counted = counted
 
+    def _without_gone(self, samples: specs.Samples, present: Container[str]) -> specs.Samples:
+        """Return the samples without series of endpoints that have been gone for a while."""
+        known = {each for series in samples.values() for sample in series if (each := _endpoint_of(sample))}
+        gone = self._gone_endpoints.over(known, present)
+        if not gone:
+            return samples
+        return {name: [each for each in series if _endpoint_of(each) not in gone] for name, series in samples.items()}
+
     def _forget(self, gone: set[tuple[str, str]]) -> None:
         for model, endpoint_id in gone:
             for spec in (
@@ -137,10 +147,5 @@ def _totals(samples: specs.Samples) -> specs.Samples:
     return {each.name: samples.get(each.name, []) for each in specs.GATEWAY_METRICS if each.kind != "gauge"}
 
 
-def _of_endpoints(samples: specs.Samples, endpoint_ids: Iterable[str]) -> specs.Samples:
-    """Return the samples without series of endpoints that are gone."""
-    known = {None, *endpoint_ids}
-    return {
-        family: [each for each in series if dict(each.labels).get("endpoint") in known]
-        for family, series in samples.items()
-    }
+def _endpoint_of(sample: specs.Sample) -> str:
+    return dict(sample.labels).get("endpoint", "")

@@ -5,9 +5,12 @@ At a scrape, the control process adds up the metrics of all workers (`metrics.co
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import get_args
 
 from pagemill_gateway.brain.interface import Assignment, FailureKind
+from pagemill_gateway.metrics.departed import Departed
 from pagemill_gateway.request_record import RequestRecord
 from pagemill_protocol import metrics as specs
 
@@ -16,10 +19,13 @@ OUTCOMES = ("served", *get_args(FailureKind))
 
 
 class WorkerMetrics:
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._metrics = specs.Metrics(specs.GATEWAY_METRICS)
         self._attempted: set[tuple[str, str]] = set()
         """The pairs of model and endpoint that have series."""
+        self._tenants: set[str] = set()
+        """The tenants that have series."""
+        self._gone_endpoints, self._gone_tenants = Departed(clock), Departed(clock)
 
     def prepared(self, record: RequestRecord) -> None:
         self._metrics.gauge(specs.GATEWAY_IN_FLIGHT, model=record.model).inc()
@@ -27,11 +33,21 @@ class WorkerMetrics:
 
     def finished(self, record: RequestRecord) -> None:
         """Count a request at its end, whether or not it was served."""
-        model, variant = record.model, record.deployment
-        labels = {"model": model, "variant": variant, "route": record.route, "status": str(record.status)}
-        self._metrics.counter(specs.GATEWAY_REQUESTS, **labels).inc()
-        if record.status >= 400 and not record.endpoints:
+        model, variant, outcome = record.model, record.deployment, record.outcome
+        self._metrics.counter(
+            specs.GATEWAY_REQUESTS,
+            model=model,
+            variant=variant,
+            route=record.route,
+            status=str(record.status),
+            stream="true" if record.stream else "false",
+            outcome=outcome,
+        ).inc()
+        if outcome not in ("completed", "client_left") and not record.attempts:
             self._metrics.counter(specs.GATEWAY_REJECTED, code=record.error_code or str(record.status)).inc()
+        if outcome == "failed_after_first_token":
+            reason = (record.last_failure if record.has_broken_off else record.error_code) or "broken"
+            self._metrics.counter(specs.GATEWAY_BROKEN_STREAMS, model=model, reason=reason).inc()
         if record.prepare_s is None:
             return
         self._metrics.gauge(specs.GATEWAY_IN_FLIGHT, model=model).dec()
@@ -88,6 +104,7 @@ class WorkerMetrics:
         self._metrics.histogram(specs.GATEWAY_RESERVE_SECONDS).observe(seconds)
 
     def tenant_used(self, tenant: str, prompt: int, completion: int) -> None:
+        self._tenants.add(tenant)
         for kind, tokens in (("prompt", prompt), ("completion", completion)):
             self._metrics.counter(specs.GATEWAY_TENANT_TOKENS, tenant=tenant, kind=kind).inc(tokens)
 
@@ -95,17 +112,19 @@ class WorkerMetrics:
         self._metrics.counter(specs.GATEWAY_MIGRATIONS, model=model, reason=reason).inc()
         self._metrics.counter(specs.GATEWAY_MIGRATED_TOKENS, model=model).inc(num_tokens)
 
-    def stream_broke(self, model: str, reason: str) -> None:
-        self._metrics.counter(specs.GATEWAY_BROKEN_STREAMS, model=model, reason=reason).inc()
-
     @property
     def num_updates(self) -> int:
         """A counter that increases with every measurement."""
         return self._metrics.num_updates
 
-    def forget_all_but(self, endpoint_ids: frozenset[str]) -> None:
-        """Drop the series of all other endpoints."""
-        for model, endpoint_id in {each for each in self._attempted if each[1] not in endpoint_ids}:
+    def forget_all_but(self, endpoint_ids: frozenset[str], tenants: frozenset[str]) -> None:
+        """Drop the series of other endpoints and tenants that have been gone for a while."""
+        for tenant in self._gone_tenants.over(self._tenants, tenants):
+            self._tenants.discard(tenant)
+            for kind in ("prompt", "completion"):
+                self._metrics.forget(specs.GATEWAY_TENANT_TOKENS, tenant=tenant, kind=kind)
+        gone = self._gone_endpoints.over({each for _, each in self._attempted}, endpoint_ids)
+        for model, endpoint_id in {each for each in self._attempted if each[1] in gone}:
             self._attempted.discard((model, endpoint_id))
             for outcome in OUTCOMES:
                 labels = {"model": model, "endpoint": endpoint_id, "outcome": outcome}

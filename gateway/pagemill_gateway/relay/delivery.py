@@ -68,7 +68,6 @@ class Delivery:
         """Whether the engine of the latest attempt has accepted the request."""
         self.continues = False
         """Whether the latest attempt continues the answer of another one."""
-        self.last_failure: FailureKind = "broken"
 
     def begin(self, choice: Assignment) -> bytes:
         """Begin an attempt, and return the encoded request.

@@ -29,6 +29,7 @@ from pagemill_gateway.discovery.bundles import BundleError, Bundles
 from pagemill_gateway.limits.refusals import check_model, visible_to
 from pagemill_gateway.relay.keep_alive import Event, KeepAlive, Write
 from pagemill_gateway.relay.prompt_hashes import PromptHashes
+from pagemill_gateway.request_record import RequestRecord
 from pagemill_gateway.routing.prefix_hash import PREFIX_CHARS
 from pagemill_protocol.errors import PagemillError, unavailable
 from pagemill_protocol.request.answer_format import ControlTokenMode, HostedToolMode
@@ -153,7 +154,7 @@ class RequestPreparation:
             raise unavailable(f"The model's tokenizer cannot be used: {error}", code="model_not_ready") from error
 
     async def prepare(
-        self, raw: bytes, dialect: Dialect, caller: Caller, info: RequestInfo, ticket: QueueTicket, write: Write
+        self, raw: bytes, dialect: Dialect, caller: Caller, info: RequestInfo, record: RequestRecord, write: Write
     ) -> PreparedRequest:
         """Return the engine requests for a body. Raises `PagemillError` for a body that no engine can serve.
 
@@ -164,8 +165,9 @@ class RequestPreparation:
         sampling = body.sampling()
         if needs_check(body.fields):
             await self.in_thread(body.check_form, len(raw))
+        record.asked_model, record.stream = body.fields.model, bool(body.fields.stream)
         waits = (write if body.fields.stream else None), dialect.transport.waiting
-        target = await self._find(body.fields, caller, ticket, *waits)
+        target = await self._find(body.fields, caller, record.ticket, *waits)
         tokenizer = await self.tokenizer(target)
         is_limited = bool(tokenizer.limited_because)
         check = partial(sampling_for, body, tokenizer, sampling)

@@ -87,7 +87,6 @@ class Relay:
         except PagemillError as error:
             if not sink.delivered:
                 raise
-            self._metrics.stream_broke(record.model, delivery.last_failure)
             raise AnswerBroken(error, reported=False) from error
         finally:
             journal.close()
@@ -112,7 +111,7 @@ class Relay:
                 # The engine works and reported the error itself: no engine could serve this request.
                 self._brain.failed(assignment, "request")
                 self._metrics.attempt(record.model, assignment.endpoint_id, "request")
-                self._metrics.stream_broke(record.model, "request")
+                record.last_failure = "request"
                 raise
             except BaseException:
                 self._brain.finished(assignment)
@@ -209,7 +208,7 @@ class Relay:
     ) -> RetryContext:
         """Return the context of the next attempt. Raises `PagemillError` if there must be none."""
         journal, attempts = delivery.journal, delivery.attempts
-        delivery.last_failure = failure.kind
+        delivery.record.last_failure = failure.kind
         record_failure(
             failure,
             assignment,

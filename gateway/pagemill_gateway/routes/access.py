@@ -6,6 +6,7 @@ which the HTTP middleware has checked.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Iterator
@@ -22,6 +23,8 @@ from pagemill_gateway.brain.interface import RequestOutcome
 from pagemill_gateway.request_record import RequestRecord
 from pagemill_gateway.spans import write_spans
 from pagemill_gateway.worker import Worker
+from pagemill_protocol.errors import MODEL_NOT_FOUND, PagemillError
+from pagemill_servers.errors import noted_error
 from pagemill_servers.request_middleware import request_id
 
 logger = logging.getLogger("pagemill.gateway.access")
@@ -54,6 +57,8 @@ MIGRATIONS_HEADER = b"x-pagemill-migrations"
 """The header of answers that another engine continued before the headers were sent."""
 PROBES = frozenset({"/health", "/livez", "/readyz", "/version", "/ping", *LIVE_PATHS, *READY_PATHS})
 """Routes that machines request every few seconds, which are logged only if they fail."""
+UNKNOWN_MODEL = "unknown"
+"""The label of requests that ended before their model was known."""
 NAMES = RouteNames(ROUTES | PROBES)
 
 
@@ -85,9 +90,17 @@ class AccessLog:
 
         try:
             await self._app(scope, receive, send_noted)
+        except asyncio.CancelledError:
+            record.client_left()  # a line of a batch, or a response in the background
+            raise
         finally:
             record.request_id = state.get("request_id", "")
-            record.status = record.status or 500
+            error = noted_error(scope)
+            if error is not None and not record.error_status:
+                record.failed(error)
+            record.status = record.status or record.error_status or 500
+            if not record.model and record.route not in PROBES:
+                record.model = await self._model_of(record)
             self._worker.metrics.finished(record)
             if record.finished and not record.is_low_priority:
                 self._worker.brain.record_outcome(_outcome(record))
@@ -96,6 +109,17 @@ class AccessLog:
             )
             if record.route not in PROBES or record.status >= 400:
                 logger.info(_line(record, scope["method"], trace_id))
+
+    async def _model_of(self, record: RequestRecord) -> str:
+        """Return the model of a request that ended before an engine was known."""
+        if record.asked_model and record.error_code != MODEL_NOT_FOUND:
+            try:
+                for each in await self._worker.brain.names():
+                    if each.name == record.asked_model:
+                        return each.model
+            except PagemillError:
+                logger.debug("the names of models are not known now")
+        return UNKNOWN_MODEL
 
     def _added_headers(self, record: RequestRecord) -> Iterator[tuple[bytes, bytes]]:
         if record.route_header:
@@ -137,6 +161,7 @@ def _line(record: RequestRecord, method: str, trace_id: str) -> str:
         "method": method,
         "route": record.route,
         "status": record.status,
+        "outcome": record.outcome,
         "arrived_at": round(time.time() - record.duration_s(), 3),
         "duration_ms": round(record.duration_s() * 1000, 1),
         "model": record.model,

@@ -16,7 +16,7 @@ from pagemill_gateway.request_record import RequestRecord
 from pagemill_gateway.routes.client import PIECE_BYTES
 from pagemill_gateway.worker import Worker
 from pagemill_protocol.errors import PagemillError
-from pagemill_servers.errors import error_response
+from pagemill_servers.errors import error_response, note_error
 
 
 class CountedAnswers:
@@ -82,6 +82,7 @@ class _Answer:
 
     async def _refuse(self, error: PagemillError) -> None:
         self._is_refused = True
+        note_error(self._scope, error)
         if self._start is None:
             raise error  # a part of the answer was sent; the server closes the connection
         response = error_response(error, error_body=error_body_at(self._scope["path"]))

@@ -37,7 +37,6 @@ from pagemill_servers.request_middleware import TIMEOUT_HEADER, check_json_conte
 
 logger = logging.getLogger("pagemill.gateway")
 
-CLIENT_CLOSED = 499
 MAX_TIMEOUT_S = 24 * 3600.0
 
 
@@ -69,7 +68,7 @@ class GenerateRoute:
         finally:
             client.close()
         if not stayed:
-            record.status = CLIENT_CLOSED
+            record.client_left()
         elif client.is_aborted and direct is None:
             # Only a connection can be closed within an answer; a line of a batch must not take it for complete.
             raise bad_upstream("The answer broke off.")
@@ -99,13 +98,14 @@ class GenerateRoute:
                     await self._answer(raw, dialect, entry, info, client, record)
             except AnswerBroken as broken:
                 record.failed(broken.error)
+                record.has_broken_off = True
                 await (client.end() if broken.reported else client.fail(broken.error, record.num_events))
             except PagemillError as error:
                 record.failed(error)
                 await client.fail(error, record.num_events)
         except ClientTooSlow:
             logger.info("request %s: the client stopped reading", record.request_id)
-            record.status = CLIENT_CLOSED
+            record.client_left()
             client.abort()
         except Exception:
             logger.exception("request %s failed", record.request_id)
@@ -126,7 +126,7 @@ class GenerateRoute:
         record: RequestRecord,
     ) -> None:
         worker, caller = self._worker, entry.caller
-        prepared = await worker.preparation.prepare(raw, dialect, caller, info, record.ticket, client.write)
+        prepared = await worker.preparation.prepare(raw, dialect, caller, info, record, client.write)
         record.served_by(prepared.target, prepared.requests)
         worker.metrics.prepared(record)
         entry.slot.resize(len(raw) + prepared_bytes(prepared.requests))

@@ -19,6 +19,8 @@ from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_gateway.admission.in_flight_limit import InFlightSlot
 from pagemill_gateway.brain.interface import Target
 from pagemill_gateway.limits.refusals import check_model, visible_to
+from pagemill_gateway.request_record import RequestRecord
+from pagemill_gateway.routes.access import record_of
 from pagemill_gateway.routes.body import read_counted
 from pagemill_gateway.routes.connection import run_while_connected
 from pagemill_gateway.routes.entry import EnteredRequest, caller_of, entered
@@ -41,11 +43,11 @@ class TokenRoutes:
         return partial(self._tokenize, count)
 
     async def _tokenize(self, count: TokenCount, request: Request) -> Response:
-        caller = self._caller(request)
+        caller, record = self._caller(request), record_of(request.scope)
         with entered(self._worker, caller) as entry:
             slot = entry.slot
             body = await self._worker.preparation.parse(await self._read(request, slot), count.parse)
-            target = await self._resolve(body.model, caller)
+            target = await self._resolve(body.model, caller, record)
 
             def answer(tokenizer: Tokenizer) -> tuple[int, bytes]:
                 parsers = self._worker.preparation.parsers(target, tokenizer)
@@ -54,22 +56,22 @@ class TokenRoutes:
                 return len(token_ids), count.body(token_ids, target.max_model_len, texts)
 
             expected_tokens = body.num_chars // CHARS_PER_TOKEN + 1
-            return await _while_connected(request, self._counted(entry, expected_tokens, target, answer))
+            return await _while_connected(request, self._counted(entry, expected_tokens, target, answer, record))
 
     async def detokenize(self, request: Request) -> Response:
-        caller = self._caller(request)
+        caller, record = self._caller(request), record_of(request.scope)
         with entered(self._worker, caller) as entry:
             slot = entry.slot
             body = await self._worker.preparation.parse(
                 await self._read(request, slot), lambda raw: parse_body(raw, DetokenizeRequest)
             )
-            target = await self._resolve(body.model, caller)
+            target = await self._resolve(body.model, caller, record)
 
             def answer(tokenizer: Tokenizer) -> tuple[int, bytes]:
                 text = prepare.detokenize(body, tokenizer, target.max_model_len)
                 return len(body.tokens), render.detokenize_body(text)
 
-            return await _while_connected(request, self._counted(entry, len(body.tokens), target, answer))
+            return await _while_connected(request, self._counted(entry, len(body.tokens), target, answer, record))
 
     def _caller(self, request: Request) -> Caller:
         """Authenticate the caller. Raises `PagemillError` before the body is read."""
@@ -83,6 +85,7 @@ class TokenRoutes:
         expected_tokens: int,
         target: Target,
         answer: Callable[[Tokenizer], tuple[int, bytes]],
+        record: RequestRecord,
     ) -> Response:
         """Return the response, counted for the caller's limits, with the rate-limit headers, also for an error.
 
@@ -98,6 +101,7 @@ class TokenRoutes:
                 counted.num_tokens, raw = await preparation.in_thread(work, entry.slot.num_bytes, tokenizer)
                 response = Response(raw, media_type="application/json")
             except PagemillError as error:
+                record.failed(error)
                 response = error_response(error)
         response.headers.update(counted.headers)
         return response
@@ -105,7 +109,7 @@ class TokenRoutes:
     async def _read(self, request: Request, slot: InFlightSlot) -> bytes:
         return await read_counted(request.scope, request.receive, slot, self._worker.config.max_body_bytes)
 
-    async def _resolve(self, model: str, caller: Caller) -> Target:
+    async def _resolve(self, model: str, caller: Caller, record: RequestRecord) -> Target:
         """Return the target of the named model, or of the only model that the caller may use."""
         served = {each.model for each in await self._worker.brain.names()}
         served = {name for name in served if caller.may_use(name)}
@@ -113,8 +117,11 @@ class TokenRoutes:
             check_model(caller, model)
         if not model and len(served) != 1:
             raise invalid_field("model", f"`model` is required here: {len(served)} models are served. Name one.")
+        record.asked_model = model
         try:
-            return await self._worker.brain.look_up(model or next(iter(served)))
+            target = await self._worker.brain.look_up(model or next(iter(served)))
+            record.model, record.deployment = target.model, target.deployment
+            return target
         except PagemillError as error:
             raise visible_to(caller, error, model) from error
 

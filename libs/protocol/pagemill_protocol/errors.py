@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+MODEL_NOT_FOUND = "model_not_found"
 ENGINE_CRASHED = "engine_crashed"
 """Code of an engine's last message when its own computation brought it down: one of its requests may be the cause."""
 ENGINE_FAILED = "engine_failed"
@@ -155,7 +156,7 @@ def model_not_found(name: str, known: list[str]) -> PagemillError:
         f"The model `{name[:200]}` does not exist here. Models served: {listing}.",
         status=404,
         param="model",
-        code="model_not_found",
+        code=MODEL_NOT_FOUND,
     )
 
 

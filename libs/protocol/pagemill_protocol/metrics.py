@@ -113,7 +113,12 @@ SPEC_ACCEPTED_AT = _vllm(
     "counter", "spec_decode_num_accepted_tokens_per_pos", "Proposed tokens that were sampled, by their place.",
     ("position",),
 )  # fmt: skip
-REQUEST_SUCCESS = _vllm("counter", "request_success", "Requests that ended, by cause.", ("finished_reason",))
+REQUEST_SUCCESS = _vllm(
+    "counter",
+    "request_success",
+    "Requests that ended, by cause; of several choices, by the first of error, abort, length, stop.",
+    ("finished_reason",),
+)
 PREFIX_CACHE_QUERIES = _vllm("counter", "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
 PREFIX_CACHE_HITS = _vllm("counter", "prefix_cache_hits", "Prompt tokens found in the prefix cache.")
 TIME_TO_FIRST_TOKEN = _vllm(
@@ -190,8 +195,9 @@ ENGINE_STATE_STREAMS = _engine("gauge", "state_streams", "Gateways connected to 
 GATEWAY_REQUESTS = _gateway(
     "counter",
     "requests",
-    "Requests answered, by status (499: the client left).",
-    ("model", "variant", "route", "status"),
+    "Requests by outcome, each counted once at its end; model `unknown`: it ended before its model was known; empty: "
+    "probes.",
+    ("model", "variant", "route", "status", "stream", "outcome"),
 )
 GATEWAY_IN_FLIGHT = _gateway("gauge", "in_flight_requests", "Requests in progress, including waiting ones.", ("model",))
 GATEWAY_BODY_BYTES = _gateway(
@@ -292,7 +298,10 @@ GATEWAY_JOURNAL_TOKENS = _gateway(
     "gauge", "journal_tokens", "Tokens stored so that other engines can continue answers."
 )
 GATEWAY_BROKEN_STREAMS = _gateway(
-    "counter", "broken_streams", "Streams that ended with an error event after their first byte.", ("model", "reason")
+    "counter",
+    "broken_streams",
+    "Answers that broke off after their first token, by the failure of the last engine, or the error's code.",
+    ("model", "reason"),
 )
 GATEWAY_POISON_PROBES = _gateway(
     "counter",
@@ -302,7 +311,10 @@ GATEWAY_POISON_PROBES = _gateway(
     ("model", "outcome"),
 )
 GATEWAY_REJECTED = _gateway(
-    "counter", "requests_rejected", "Requests refused before routing, by error code.", ("code",)
+    "counter",
+    "requests_rejected",
+    "Requests that ended with an error before they reached an engine, by error code.",
+    ("code",),
 )
 GATEWAY_LIMITED = _gateway(
     "counter",

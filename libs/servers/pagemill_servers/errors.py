@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match
+from starlette.types import Scope
 
 from pagemill_protocol.errors import ErrorBody, PagemillError, internal_error, not_found
 from pagemill_protocol.errors import error_body as openai_error_body
@@ -27,6 +28,16 @@ Answer = TypeVar("Answer")
 
 def openai_shape(path: str) -> ErrorBody:
     return openai_error_body
+
+
+def note_error(scope: Scope, error: PagemillError) -> None:
+    """Keep the error that ends a request, for the log line and the metrics of `noted_error`."""
+    scope.setdefault("state", {})["error"] = error
+
+
+def noted_error(scope: Scope) -> PagemillError | None:
+    error: PagemillError | None = scope.get("state", {}).get("error")
+    return error
 
 
 def error_response(
@@ -50,6 +61,7 @@ def with_errors(
         try:
             return await route(request)
         except PagemillError as error:
+            note_error(request.scope, error)
             return error_response(error, error_body=error_body)
 
     return shaped
@@ -75,21 +87,31 @@ def install_error_handlers(app: Starlette, error_body_at: Callable[[str], ErrorB
 
 async def _on_pagemill_error(error_body_at: Callable[[str], ErrorBody], request: Request, error: Exception) -> Response:
     assert isinstance(error, PagemillError)
-    return error_response(error, error_body=error_body_at(request.scope["path"]))
+    return _noted(error_body_at, request, error)
 
 
 async def _on_http_exception(error_body_at: Callable[[str], ErrorBody], request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = request.scope["path"]  # `request.url` contains the Host header, which may not be a valid host
-    headers, error_body = dict(error.headers or {}), error_body_at(path)
+    headers = dict(error.headers or {})
     if error.status_code == HTTPStatus.NOT_FOUND:
-        return error_response(not_found(path), headers, error_body)
+        return _noted(error_body_at, request, not_found(path), headers)
     if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         headers["Allow"] = ", ".join(_methods(request))
-        return error_response(method_not_allowed(request.method, path), headers, error_body)
+        return _noted(error_body_at, request, method_not_allowed(request.method, path), headers)
     kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
     shown = PagemillError(str(error.detail)[:500], status=error.status_code, type=kind)
-    return error_response(shown, headers, error_body)
+    return _noted(error_body_at, request, shown, headers)
+
+
+def _noted(
+    error_body_at: Callable[[str], ErrorBody],
+    request: Request,
+    error: PagemillError,
+    headers: dict[str, str] | None = None,
+) -> Response:
+    note_error(request.scope, error)
+    return error_response(error, headers, error_body_at(request.scope["path"]))
 
 
 def _methods(request: Request) -> list[str]:
@@ -100,4 +122,4 @@ def _methods(request: Request) -> list[str]:
 
 async def _on_bug(error_body_at: Callable[[str], ErrorBody], request: Request, error: Exception) -> Response:
     """Return a 500. Starlette raises the error again after this response, and `request_middleware` logs it."""
-    return error_response(internal_error(), error_body=error_body_at(request.scope["path"]))
+    return _noted(error_body_at, request, internal_error())

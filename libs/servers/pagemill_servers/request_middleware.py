@@ -31,7 +31,7 @@ from pagemill_protocol.ids import new_id
 from pagemill_servers.auth import bearer_token, hash_key, header, is_loopback, same_secret
 from pagemill_servers.coding import Deflater, Inflater, accepts_gzip, compressed, inflater_of, is_compressible
 from pagemill_servers.direct import DirectResponse, direct_response
-from pagemill_servers.errors import error_response, install_error_handlers, openai_shape
+from pagemill_servers.errors import error_response, install_error_handlers, note_error, openai_shape
 from pagemill_servers.origin import check_same_origin
 
 __all__ = [
@@ -109,9 +109,11 @@ class RequestMiddleware:
             body.inflater = inflater_of(scope, max_bytes)
             await self.app(scope, body.receive, answer.send)
         except PagemillError as error:
+            note_error(scope, error)
             await answer.fail(error, self.error_body_at(scope["path"]))
         except Exception:
             logger.exception("Request %s to %s failed", identity, scope["path"][:200])
+            note_error(scope, internal_error())
             if answer.started and not answer.complete:
                 raise  # the server closes the connection, so that a partial answer does not look complete
             await answer.fail(internal_error(), self.error_body_at(scope["path"]))

@@ -265,7 +265,7 @@ def test_the_blocks_of_a_client_that_leaves_are_freed_at_once(
 ) -> None:
     wait_until(lambda: metric(client, "vllm:kv_cache_usage_perc") == 0)
     aborted = metric(client, "pagemill_engine_requests_aborted_total")
-    ended, latencies = ended_by_abort(client), metric(client, "vllm:e2e_request_latency_seconds_count")
+    ended, latencies = ended_by(client, "abort"), metric(client, "vllm:e2e_request_latency_seconds_count")
     body = chat(max_tokens=3000, ignore_eos=True, stream=stream)
     leaving = httpx.Client(base_url=null_server.url, timeout=httpx.Timeout(20, read=0.3))
 
@@ -285,15 +285,22 @@ def test_the_blocks_of_a_client_that_leaves_are_freed_at_once(
     wait_until(lambda: metric(client, "vllm:num_requests_running") == 0)
     assert metric(client, "vllm:kv_cache_usage_perc") == 0
     assert metric(client, "pagemill_engine_requests_aborted_total") == aborted + 1
-    assert ended_by_abort(client) == ended + 1
+    assert ended_by(client, "abort") == ended + 1
     assert metric(client, "vllm:e2e_request_latency_seconds_count") == latencies + 1
 
 
-def ended_by_abort(client: httpx.Client) -> float:
+def ended_by(client: httpx.Client, reason: str) -> float:
     text = client.get("/metrics").text
-    found = re.search(r'^vllm:request_success_total\{.*finished_reason="abort".*\} (\S+)$', text, re.MULTILINE)
+    found = re.search(rf'^vllm:request_success_total\{{.*finished_reason="{reason}".*\}} (\S+)$', text, re.MULTILINE)
     assert found is not None
     return float(found[1])
+
+
+def test_a_request_with_several_choices_is_one_request(client: httpx.Client) -> None:
+    ended = ended_by(client, "length")
+    body = {"model": MODEL, "prompt": "x", "n": 3, "max_tokens": 2, "ignore_eos": True}
+    assert client.post("/v1/completions", json=body).status_code == 200
+    wait_until(lambda: ended_by(client, "length") == ended + 1)
 
 
 def test_a_stop_string_also_ends_the_choice_in_the_engine(client: httpx.Client) -> None:

@@ -122,7 +122,7 @@ class TurnRoute(ResponsesRoute):
         if self._turn.generates:
             await super()._answer(raw, dialect, entry, info, client, record)
             return
-        prepared = await self._worker.preparation.prepare(raw, dialect, entry.caller, info, record.ticket, client.write)
+        prepared = await self._worker.preparation.prepare(raw, dialect, entry.caller, info, record, client.write)
         client.add_headers(unread_headers(prepared.unread_fields))
         renderer = dialect.renderer(prepared.requests[0], None)
         await client.write(renderer.chunk(Piece(0, "", True, "stop", None, None)) + renderer.end(Usage()))

@@ -45,6 +45,12 @@ class KeyRing:
     def open(self) -> bool:
         return not self._fixed and self._file is None and not self._has_shared
 
+    @property
+    def tenants(self) -> frozenset[str]:
+        """The tenants of all keys."""
+        self._follow_file()
+        return frozenset(each.tenant for each in self._callers.values())
+
     def replace_shared(self, callers: Iterable[Caller]) -> None:
         """Replace the keys of the shared store. Keys of settings and file override them."""
         self._shared = tuple(callers)
