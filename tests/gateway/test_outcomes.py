@@ -19,9 +19,9 @@ from waiting import eventually
 from pagemill_gateway.metrics.worker import WorkerMetrics
 from pagemill_gateway.request_record import RequestRecord
 from pagemill_protocol import metrics as specs
-from pagemill_protocol.catalog import QueueLimits
 from pagemill_protocol.errors import deadline_exceeded, unavailable
 from pagemill_protocol.report.outcomes import BURNING, NO_CAPACITY, NO_FIRST_TOKEN, OUTCOMES, Outcome, outcome_of
+from pagemill_protocol.resource.served import QueueLimits
 from pagemill_servers.auth import hash_key
 from pagemill_servers.tracing.config import TracingConfig
 
