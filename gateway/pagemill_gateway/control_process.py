@@ -15,6 +15,7 @@ from pathlib import Path
 import aiohttp
 
 from pagemill_gateway.brain.brain import LocalBrain
+from pagemill_gateway.brain.resilience.poison_memory import Poison
 from pagemill_gateway.config import GatewayConfig, SettingsError, open_keys_file
 from pagemill_gateway.control_token import control_tokens
 from pagemill_gateway.discovery.bundles import BundleError, Bundles
@@ -40,6 +41,8 @@ keys_logger = logging.getLogger("pagemill.gateway.keys")
 
 SETTLE_TIMEOUT_S = 20.0
 """The longest time after the start that unresponsive engines delay the readiness."""
+POISON_INTERVAL_S = 1.0
+"""How often gateways ask each other which requests crash engines."""
 RECOUNT_TIMEOUT_S = 1.0
 """Workers try to connect to the new process twenty times a second."""
 WRONG_KEYS_FILE = "api_keys_file cannot be used as it is now; the keys known before stay in use, the log names the line"
@@ -85,6 +88,10 @@ class ControlProcess:
         self.sharing: Sharing = open_sharing(
             config.redis, on_fallback=self.metrics.decided_without_redis, on_keys=self._publish_keys
         )
+        self._refused: frozenset[bytes] = frozenset()
+        self._sending: set[asyncio.Task[None]] = set()
+        self.brain.poison_memory.on_remembered = self._share_poison
+        self._poison_watch = asyncio.create_task(self._watch_poison())
         self._responses = open_responses(config.stored_responses, self.sharing.link)
         trust = EngineTrust(config.engine_tls.ca_file, config.engine_tls.server_name)
         self.session = aiohttp.ClientSession(
@@ -139,6 +146,8 @@ class ControlProcess:
         self._send_bundles(worker)
         if self._shared_keys is not None:
             worker.replace_shared_keys(self._shared_keys)
+        if self._refused:
+            worker.refuse_contents(self._refused)
 
     def detach(self, worker: WorkerPort, last: WorkerMeasurements) -> None:
         """Remove a worker that is gone, and keep its latest measurements."""
@@ -193,6 +202,8 @@ class ControlProcess:
             await self.discovery.close()
         if self._keys_watch is not None:
             await self._keys_watch.close()
+        self._poison_watch.cancel()
+        await asyncio.gather(self._poison_watch, *self._sending, return_exceptions=True)
         await self._streams.close()
         await self.session.close()
         await self.sharing.close()
@@ -213,6 +224,28 @@ class ControlProcess:
         self._shared_keys = callers
         for worker in self._workers:
             worker.replace_shared_keys(callers)
+
+    def _share_poison(self, poison: Poison, until: float) -> None:
+        if self.sharing.poison is not None:
+            self._sending.add(task := asyncio.create_task(self.sharing.poison.add(poison, until)))
+            task.add_done_callback(self._sending.discard)
+        self._publish_poison()
+
+    def _publish_poison(self) -> None:
+        """Send workers what is refused, if that has changed: with time, with other weights, by other gateways."""
+        served = {each.weights_digest for each in self.brain.registry.endpoints.values()}
+        refused = self.brain.poison_memory.refused(served)
+        if refused != self._refused:
+            self._refused = refused
+            for worker in self._workers:
+                worker.refuse_contents(refused)
+
+    async def _watch_poison(self) -> None:
+        while True:
+            if self.sharing.poison is not None:
+                self.brain.poison_memory.add(await self.sharing.poison.read())
+            self._publish_poison()
+            await asyncio.sleep(POISON_INTERVAL_S)
 
 
 class KeysWatch:

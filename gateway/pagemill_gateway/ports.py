@@ -72,6 +72,10 @@ class WorkerPort(Protocol):
         """Replace the API keys that are accepted besides those of the settings and the file."""
         ...
 
+    def refuse_contents(self, contents: frozenset[bytes]) -> None:
+        """Refuse requests with these contents, and no others, because they crash engines."""
+        ...
+
 
 class LocalWorkerPort(WorkerPort, Protocol):
     """A worker in its own process."""

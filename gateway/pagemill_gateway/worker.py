@@ -157,6 +157,9 @@ class Worker:
     def replace_shared_keys(self, callers: list[Caller]) -> None:
         self.keys.replace_shared(callers)
 
+    def refuse_contents(self, contents: frozenset[bytes]) -> None:
+        self.relay.refused_contents = contents
+
     async def close(self) -> None:
         if self.batch_runner is not None:
             await self.batch_runner.close()

@@ -130,4 +130,6 @@ class Attempts:
 
     def verdict(self) -> PagemillError:
         """Return the error for the client after the last attempt."""
-        return bad_upstream(f"No engine could serve the request after {self.count} attempts: {self._last_message}")
+        error = bad_upstream(f"No engine could serve the request after {self.count} attempts: {self._last_message}")
+        error.is_final = self._num_faults >= MAX_FAULTS or self._num_crashes >= MAX_CRASHES
+        return error

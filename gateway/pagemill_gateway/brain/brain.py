@@ -26,6 +26,7 @@ from pagemill_gateway.brain.interface import (
     CompletedRequest,
     FailureKind,
     Liveness,
+    Probe,
     QueueTicket,
     RequestOutcome,
     RetryContext,
@@ -41,6 +42,7 @@ from pagemill_gateway.brain.placement.requests import InFlightRequest, Placement
 from pagemill_gateway.brain.queue.outage import Outage, Outages
 from pagemill_gateway.brain.queue.queues import Queues
 from pagemill_gateway.brain.reading import Reader
+from pagemill_gateway.brain.resilience.poison_memory import PoisonMemory
 from pagemill_gateway.brain.resilience.poison_requests import PoisonDetection
 from pagemill_gateway.brain.resilience.recovery import Recovery
 from pagemill_gateway.config import GatewayConfig
@@ -86,6 +88,7 @@ class LocalBrain:
             retry_share=config.retry_share,
         )
         self.poison_detection = PoisonDetection()
+        self.poison_memory = PoisonMemory()
         self._eligible = Eligible(
             self.registry, self.recovery, self.poison_detection, rng, clock, keeps_terminating=keeps_terminating
         )
@@ -133,7 +136,7 @@ class LocalBrain:
         key = target.deployment
         failed_at = self.registry.endpoints.get(retry.endpoint_id) if retry is not None else None
         self.recovery.admit(key, ticket.key, retry, failed_at, self._clock())
-        probe = self.poison_detection.next_probe(key, retry.engine_failures) if retry is not None else "none"
+        probe = self._next_probe(key, retry) if retry is not None else "none"
         to_place = make_placement_request(
             self.registry.deployments.get(key), target, tried, request, ticket, retry, probe
         )
@@ -161,6 +164,15 @@ class LocalBrain:
             and (retry.kind not in UNSERVED_FAILURES or bool(retry.engine_failures) or retry.num_tokens > 0),
         )
         return msgspec.structs.replace(placed, queued_s=queued_s)
+
+    def _next_probe(self, deployment: str, retry: RetryContext) -> Probe:
+        try:
+            return self.poison_detection.next_probe(deployment, retry.engine_failures)
+        except PagemillError:
+            failed_at = self.registry.endpoints.get(retry.endpoint_id)
+            if retry.content:
+                self.poison_memory.remember(retry.content, failed_at.weights_digest if failed_at is not None else "")
+            raise
 
     async def idle_capacity(self, model: str, max_load: float) -> int:
         deployments, now = self.registry.named(model), self._clock()

@@ -101,6 +101,8 @@ class RetryContext(NamedTuple):
     """The generated tokens of all sequences, which the next engine computes along with the prompt."""
     engine_failures: tuple[EngineFailure, ...] = ()
     """The engines that ended or fell silent with the request so far, in order."""
+    content: bytes = b""
+    """The hash of the request's content, if engines ended with it."""
 
 
 class CompletedRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):

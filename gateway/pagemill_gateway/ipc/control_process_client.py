@@ -291,6 +291,8 @@ class ControlProcessClient:
                 self._worker.keep_bundles(digests, templates, whole=whole)
             case messages.ReplaceSharedKeys(callers):
                 self._worker.replace_shared_keys(callers)
+            case messages.RefuseContents(contents):
+                self._worker.refuse_contents(contents)
 
 
 def _withdraw(connection: _Connection, assignment: Assignment) -> None:

@@ -232,5 +232,9 @@ class ReplaceSharedKeys(msgspec.Struct, frozen=True, array_like=True, tag="share
     callers: list[Caller]
 
 
-ControlNote = KeepBundles | ReplaceSharedKeys
+class RefuseContents(msgspec.Struct, frozen=True, array_like=True, tag="refuse_contents"):
+    contents: frozenset[bytes]
+
+
+ControlNote = KeepBundles | ReplaceSharedKeys | RefuseContents
 ToWorker = Call[Measure] | Reply | CallRefusal | Abandoned | ControlNote

@@ -69,6 +69,9 @@ class WorkerConnection:
     def replace_shared_keys(self, callers: list[Caller]) -> None:
         self.connection.notify(messages.ReplaceSharedKeys(callers))
 
+    def refuse_contents(self, contents: frozenset[bytes]) -> None:
+        self.connection.notify(messages.RefuseContents(contents))
+
     # Messages of the worker.
 
     async def _answer(self, question: messages.WorkerQuestion) -> object:

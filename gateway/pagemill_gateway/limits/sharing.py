@@ -1,4 +1,5 @@
-"""Opens what gateways share through Redis, according to the settings: the store of limits, and API keys.
+"""Opens what gateways share through Redis, according to the settings: the store of limits, API keys, and what is known
+of requests that crash engines.
 
 Without Redis a gateway counts in memory. Redis's client is imported only if Redis is configured.
 """
@@ -16,6 +17,7 @@ from pagemill_servers.keys.caller import Caller
 if TYPE_CHECKING:
     from pagemill_gateway.limits.redis.link import RedisLink
     from pagemill_gateway.limits.redis.shared_keys import SharedKeys
+    from pagemill_gateway.limits.redis.shared_poison import SharedPoison
     from pagemill_gateway.limits.redis.store import RedisStore
 
 
@@ -28,8 +30,11 @@ class Sharing:
         redis: RedisStore | None = None,
         keys: SharedKeys | None = None,
         link: RedisLink | None = None,
+        poison: SharedPoison | None = None,
     ) -> None:
         self.store = store
+        self.poison = poison
+        """What gateways remember together of requests that crash engines; `None` without Redis."""
         self.link = link
         """The connection to Redis; open until `close`."""
         self._redis = redis
@@ -61,6 +66,7 @@ def open_sharing(
         return Sharing(MemoryStore())
     from pagemill_gateway.limits.redis.link import RedisLink
     from pagemill_gateway.limits.redis.shared_keys import SharedKeys
+    from pagemill_gateway.limits.redis.shared_poison import SharedPoison
     from pagemill_gateway.limits.redis.store import RedisStore
 
     link = RedisLink(config)
@@ -69,4 +75,4 @@ def open_sharing(
     keys = SharedKeys(link, on_keys) if config.keys else None
     if keys is not None:
         keys.start()
-    return Sharing(store, store, keys, link)
+    return Sharing(store, store, keys, link, SharedPoison(link))

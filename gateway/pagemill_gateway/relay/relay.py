@@ -35,10 +35,11 @@ from pagemill_gateway.relay.delivery import AnswerBroken, Delivery, forward, for
 from pagemill_gateway.relay.growth import Growth
 from pagemill_gateway.relay.journal import Journal, JournalCapacity
 from pagemill_gateway.relay.keep_alive import KeepAlive
+from pagemill_gateway.relay.request_content import content_of
 from pagemill_gateway.relay.sinks import Sink
 from pagemill_gateway.relay.upstream import Upstream
 from pagemill_gateway.request_record import RequestRecord
-from pagemill_protocol.errors import PagemillError, bad_upstream
+from pagemill_protocol.errors import PagemillError, bad_upstream, poison_request
 from pagemill_protocol.request.generate import GenerateRequest, Usage
 
 LEAST_TIMED_TOKENS = 8
@@ -63,6 +64,8 @@ class Relay:
         self._keep_alive = keep_alive
         self._max_attempts = max_attempts
         self.journal_capacity = JournalCapacity(journal_tokens)
+        self.refused_contents: frozenset[bytes] = frozenset()
+        """The contents of requests that crash engines (`brain.resilience.poison_memory`)."""
 
     async def run(
         self,
@@ -77,6 +80,8 @@ class Relay:
 
         Raises `PagemillError` if the client has got nothing of the answer, and `AnswerBroken` if it has.
         """
+        if self.refused_contents and content_of(request, target.deployment, record.account) in self.refused_contents:
+            raise poison_request()
         journal = Journal(request, self.journal_capacity, record.ticket.key)
         growth = Growth(allowance) if allowance is not None else None
         delivery = Delivery(
@@ -231,7 +236,8 @@ class Relay:
             failure.kind,
             journal.weights_digest,
             journal.num_kept,
-            delivery.engine_failures.recorded,
+            failures := delivery.engine_failures.recorded,
+            content_of(delivery.request, delivery.target.deployment, delivery.record.account) if failures else b"",
         )
 
     def _tried_again(self, delivery: Delivery, reason: FailureKind) -> None:

@@ -22,6 +22,11 @@ ENGINE_FAILED = "engine_failed"
 RENDERING_FAILED = "rendering_failed"
 """Code of an answer that was generated and cannot be rendered. Every engine would fail in the same way."""
 
+REQUEST_CRASHED_ENGINE = "request_crashed_engine"
+POISON_REQUEST = "poison_request"
+FINAL_CODES = frozenset({RENDERING_FAILED, REQUEST_CRASHED_ENGINE, POISON_REQUEST})
+"""The codes of failures that no repetition heals. Clients repeat a 5xx by themselves unless a header says so."""
+
 BODY_CODINGS = "gzip, deflate, zstd"
 """The codings in which servers read bodies."""
 
@@ -60,6 +65,8 @@ class PagemillError(Exception):
         self.param = param
         self.code = code
         self.retry_after_s = retry_after_s
+        self.is_final = code in FINAL_CODES
+        """Whether the same request would fail in the same way again."""
         self.context: ContextOverflow | None = None
         """Of an error about the length of the context, for dialects that have their own words for it."""
 
@@ -71,7 +78,9 @@ class PagemillError(Exception):
         headers = {} if self.status != 401 else {"WWW-Authenticate": 'Bearer realm="pagemill"'}
         if self.status == 415 and self.param == "content-encoding":
             headers["Accept-Encoding"] = BODY_CODINGS
-        if self.retry_after_s is not None:
+        if self.is_final:
+            headers["x-should-retry"] = "false"
+        elif self.retry_after_s is not None:
             headers["Retry-After"] = str(max(1, round(self.retry_after_s)))
         return headers
 
@@ -236,7 +245,18 @@ def request_crashed_engine() -> PagemillError:
         "request can be the cause. It is not tried again. The engines' logs have the details.",
         status=500,
         type="server_error",
-        code="request_crashed_engine",
+        code=REQUEST_CRASHED_ENGINE,
+    )
+
+
+def poison_request() -> PagemillError:
+    """Return the error for a request with the content of one that crashed engines."""
+    return PagemillError(
+        "Engines failed whenever they computed a request with this content, so it is not sent to one for an hour after "
+        "that. Change the request. Another version of the model's weights is tried at once.",
+        status=500,
+        type="server_error",
+        code=POISON_REQUEST,
     )
 
 
