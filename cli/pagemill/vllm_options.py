@@ -25,6 +25,10 @@ IN_PROCESS_LISTS = (
 )
 
 
+_LONG = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size"}
+"""Short options of vLLM."""
+
+
 def rewritten(words: list[str], note: Callable[[str], None]) -> list[str]:
     """Return the arguments with Pagemill's options in place of vLLM's.
 
@@ -37,7 +41,7 @@ def rewritten(words: list[str], note: Callable[[str], None]) -> list[str]:
         if word == "--":
             return [*result, word, *left]
         option, has_value, value = word.partition("=")
-        option = option.replace("_", "-") if option.startswith("--") else option
+        option = _LONG.get(option, option.replace("_", "-") if option.startswith("--") else option)
         if has_value:
             left.insert(0, value)
         name, denied = _name_of(option)

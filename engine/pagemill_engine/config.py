@@ -32,10 +32,14 @@ _LEAST = {
     "max_loras": 1,
     "max_lora_rank": 1,
     "max_cpu_loras": 1,
+    "tensor_parallel_size": 1,
+    "pipeline_parallel_size": 1,
 }
 """Smallest values. The smallest context is one token of prompt and one of output."""
 
 
+MOST_RANKS = 64
+"""Most processes that compute one model together."""
 MOST_PROPOSED = 16
 """Most tokens that may be proposed for a request in one step."""
 
@@ -151,6 +155,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Number of compute threads; `None`: the cores this process may use (affinity and cgroup quota). The environment
     variable `PAGEMILL_CPU_LEVEL` sets the instruction level of the CPU's kernels: `x86-64-v4-bf16`, `x86-64-v4`,
     `x86-64-v3`, `armv8-a`, or `none` for torch's kernels; without it the highest level of the processor is used."""
+    tensor_parallel_size: int = 1
+    """Number of processes on this machine that divide each layer: the heads of attention, the inner units of MLPs and
+    the vocabulary, as evenly as they go. CPU only. The threads are divided among all processes."""
+    pipeline_parallel_size: int = 1
+    """Number of stages of the model's layers, each of `tensor_parallel_size` processes, which compute different steps
+    at the same time. CPU only."""
     seed: int | None = None
     """Seed of requests that send none; `None`: drawn at random per request."""
     chat_template: str | None = None
@@ -193,6 +203,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Step times of the null runner; `None`: its own defaults."""
 
     @property
+    def num_ranks(self) -> int:
+        """Number of processes that compute the model together."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
     def step(self) -> StepLimits:
         """The configured step limits, with a CPU's defaults."""
         return self.step_with_defaults(CPU_STEP)
@@ -209,6 +224,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name} must be at least {least}, got {value}")
+        if self.num_ranks > MOST_RANKS:
+            sizes = f"{self.tensor_parallel_size} x {self.pipeline_parallel_size}"
+            raise ValueError(
+                f"tensor_parallel_size x pipeline_parallel_size must be at most {MOST_RANKS} processes, got {sizes}"
+            )
         if self.max_lora_rank > MAX_RANK:
             raise ValueError(f"max_lora_rank must be at most {MAX_RANK}, got {self.max_lora_rank}")
 

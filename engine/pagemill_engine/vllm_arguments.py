@@ -42,7 +42,10 @@ _PARSERS = {"llama3_json": "llama3-json", "qwen3_coder": "qwen3-coder", "deepsee
 _REASONING = {"deepseek_r1": "think", "qwen3": "think", "mistral": "magistral", "openai_gptoss": "harmony"}
 _FLOATS = {"half": "float16", "float": "float32"}
 _KV = "The KV cache takes nine tenths of a GPU's free memory, on a CPU 1 GiB or a quarter of the free memory; "
-_ONE = "One process computes a model on one device. Run more replicas behind `pagemill gateway`."
+_ONE = (
+    "One engine computes a model on one machine (`tensor_parallel_size`, `pipeline_parallel_size`). Run more replicas "
+    "behind `pagemill gateway`."
+)
 _TEXT = "Models here read text only."
 _NO_LORA = "Servers take no adapters yet; `LLM(enable_lora=True)` does. Merge the adapter into the model's weights."
 _LOGS = "Requests are not logged one by one; counters are at /metrics."
@@ -95,8 +98,6 @@ ARGUMENTS: Mapping[str, Argument] = {
     "cpu_offload_gb": Argument("Weights stay on their device. `quantization` makes them smaller.", (0, 0.0, None)),
     "enable_sleep_mode": Argument("Every server can sleep; an `LLM` is closed instead.", (False,)),
     # Parallelism.
-    "tensor_parallel_size": Argument(_ONE, (1,)),
-    "pipeline_parallel_size": Argument(_ONE, (1,)),
     "data_parallel_size": Argument(_ONE, (1,)),
     "enable_expert_parallel": Argument(_ONE, (False,)),
     "distributed_executor_backend": Argument(_ONE, (None, "mp", "uni")),

@@ -53,6 +53,8 @@ _GENERATED = {
     "block-size": "32",
     "kv-cache-memory": "64Mi",
     "threads": "1",
+    "tensor-parallel-size": "2",
+    "pipeline-parallel-size": "2",
     "seed": "3",
     "generation-config": "vllm",
     "tool-call-parser": "hermes",

@@ -30,6 +30,7 @@ from pagemill_engine.vllm_arguments import ARGUMENTS
         ("--kv-cache-memory-bytes 1048576", "--kv-cache-memory 1048576"),
         ("--quantization awq", "--quantization none"),
         ("--ssl-keyfile k.pem --ssl-certfile=c.pem", "--tls-key-file k.pem --tls-cert-file c.pem"),
+        ("-tp 2 -pp=3", "--tensor-parallel-size 2 --pipeline-parallel-size=3"),
         ("MODEL --host 0.0.0.0 --seed -1 -- --dtype half", "MODEL --host 0.0.0.0 --seed -1 -- --dtype half"),
     ],
 )
@@ -41,7 +42,7 @@ def test_options_are_translated_to_those_of_pagemill(given: str, ours: str) -> N
 
 def test_options_without_effect_are_accepted_with_a_note_each() -> None:
     notes: list[str] = []
-    given = "--trust-remote-code MODEL --tensor-parallel-size 1 --gpu-memory-utilization 0.9 --swap-space=4 "
+    given = "--trust-remote-code MODEL --data-parallel-size 1 --gpu-memory-utilization 0.9 --swap-space=4 "
     given += "--disable-log-requests --enable-auto-tool-choice --uvicorn-log-level info"
     assert rewritten(given.split(), notes.append) == ["MODEL"]
     assert len(notes) == 7
@@ -51,7 +52,7 @@ def test_options_without_effect_are_accepted_with_a_note_each() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("--tensor-parallel-size 2", "--tensor-parallel-size 2 is not supported. One process computes a model"),
+        ("--data-parallel-size 2", "--data-parallel-size 2 is not supported. One engine computes a model"),
         ("--enable-lora", "--enable-lora is not supported. Servers take no adapters yet"),
         ("--no-enable-chunked-prefill", "--no-enable-chunked-prefill is not supported. Long prompts"),
         ("--task embed", "--task embed is not supported. The model's files say whether it"),
@@ -83,9 +84,15 @@ def test_every_option_in_the_table_is_an_option_of_serve() -> None:
 
 
 def test_a_refusal_is_shown_like_other_errors_of_the_command_line() -> None:
-    done = CliRunner().invoke(app, ["serve", "model", "--tensor-parallel-size", "2"], env={"COLUMNS": "200"})
+    done = CliRunner().invoke(app, ["serve", "model", "--data-parallel-size", "2"], env={"COLUMNS": "200"})
     assert done.exit_code == 2
-    assert "--tensor-parallel-size 2 is not supported" in done.stderr
+    assert "--data-parallel-size 2 is not supported" in done.stderr
+
+
+def test_more_processes_than_there_can_be_are_refused_before_any_starts() -> None:
+    done = CliRunner().invoke(app, ["serve", "model", "-tp", "33", "-pp", "2"], env={"COLUMNS": "200"})
+    assert done.exit_code == 1
+    assert "must be at most 64 processes, got 33 x 2" in done.stderr
 
 
 def test_for_a_mistyped_command_a_similar_one_is_suggested() -> None:

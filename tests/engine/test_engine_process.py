@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
@@ -386,6 +387,18 @@ def test_a_lost_device_ends_the_process_with_its_first_step(checking_runner: Any
         run_loop(core, [request("r")])
     fatal = fatal_of(caught.value)
     assert (fatal.reason, "illegal memory access" in fatal.message) == ("DeviceLost", True)
+
+
+def test_a_device_that_is_lost_while_nothing_runs_ends_the_process(checking_runner: Any) -> None:
+    core = EngineCore(EngineConfig(model="m", block_size=4), checking_runner())
+
+    def lost() -> None:
+        raise DeviceLostError("The ranks of this engine stopped")
+
+    core.runner.info = core.runner.info._replace(check=lost)
+    link = cast(Any, SimpleNamespace(receive=lambda timeout_s: None, send=lambda message: None))
+    with pytest.raises(DeviceLostError):
+        EngineLoop(core, link).run()
 
 
 def test_a_device_lost_after_a_failed_step_ends_the_process_at_once(checking_runner: Any) -> None:

@@ -159,7 +159,14 @@ def test_generation_defaults_reach_the_engine(deployment: Make) -> None:
     ("changes", "field"),
     [
         ({"engine__quantization": "fp8"}, "spec.engine.quantization"),
-        ({"engine__tensorParallel": 2}, "spec.engine.tensorParallel"),
+        ({"resources__gpus": 1, "engine__tensorParallel": 2}, "spec.engine.tensorParallel"),
+        ({"resources__gpus": 1, "engine__pipelineParallel": 2}, "spec.engine.pipelineParallel"),
+        (
+            {"resources__cpu": 3, "engine__tensorParallel": 2, "engine__pipelineParallel": 2},
+            "spec.engine.tensorParallel",
+        ),
+        ({"engine__tensorParallel": 3, "engine__pipelineParallel": 64}, "spec.engine.pipelineParallel"),
+        ({"engine__pipelineParallel": 2, "engine__speculative": {"method": "ngram"}}, "spec.engine.pipelineParallel"),
         ({"resources__gpus": 2, "engine__tensorParallel": 2}, "spec.resources.gpus"),
         ({"resources__gpus": 1, "engine__deterministic": True}, "spec.engine.deterministic"),
         ({"model__adapters": [{"name": "a", "source": "hf://a/b"}]}, "spec.model.adapters"),
@@ -174,6 +181,15 @@ def test_an_unsupported_setting_is_a_problem_and_not_ignored(
     deployment: Make, changes: dict[str, Any], field: str
 ) -> None:
     assert field in [problem.field for problem in make_plan(deployment(**changes)).problems]
+
+
+def test_a_model_is_divided_among_processes_of_a_pod_without_gpus(deployment: Make) -> None:
+    changes = {"engine__tensorParallel": 2, "engine__pipelineParallel": 3, "resources__cpu": 6}
+    plan = make_plan(deployment(**changes))
+    settings = msgspec.json.decode(msgspec.json.encode(plan.groups[0].process.settings), type=Settings, strict=True)
+    assert (plan.problems, plan.ignored) == ((), ())
+    assert (settings.engine.tensor_parallel_size, settings.engine.pipeline_parallel_size) == (2, 3)
+    assert (settings.engine.num_threads, settings.engine.num_ranks, plan.groups[0].pods_per_replica) == (6, 6, 1)
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])

@@ -16,7 +16,7 @@ from pagemill_engine.executing.ranks.ranked import RankedRunner
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.scheduler.proposals import Proposals
 from pagemill_engine.sizing.compute import choose_compute
-from pagemill_engine.starting.load_ranks import load_on_ranks
+from pagemill_engine.starting.load_ranks import load_ranks
 from pagemill_engine.starting.preparing import ModelFiles
 from pagemill_kernels.cpu import launch
 from pagemill_models.spec.model_files import load_model_spec
@@ -61,10 +61,13 @@ def rank_loader() -> Iterator[Ranks]:
     def load(
         folder: Path, size: int, stuck_seconds: float = 60.0, num_stages: int = 1, **settings: Any
     ) -> RankedRunner:
-        config = EngineConfig(model=str(folder), **SETTINGS | settings)
+        parallel = {
+            "tensor_parallel_size": size // num_stages, "pipeline_parallel_size": num_stages, "num_threads": size,
+        }  # fmt: skip
+        config = EngineConfig(model=str(folder), **SETTINGS | parallel | settings)
         spec = load_model_spec(folder)
         files = ModelFiles(config, folder, spec, lambda phase, detail: None)
-        made.append(load_on_ranks(files, choose_compute(config, spec), size, 1, stuck_seconds, num_stages))
+        made.append(load_ranks(files, choose_compute(config, spec), stuck_seconds))
         return made[-1]
 
     yield load

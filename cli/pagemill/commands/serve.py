@@ -119,6 +119,18 @@ class ServeCommand(CommandWithOptions):
     threads: Annotated[
         int | None, typer.Option(help="Number of compute threads (default: the number of available cores).", min=1)
     ] = None
+    tensor_parallel_size: Annotated[
+        int,
+        typer.Option(
+            help="Number of processes on this machine that divide each layer of the model (CPU only); --threads are "
+            "divided among them.",
+            min=1,
+        ),
+    ] = 1
+    pipeline_parallel_size: Annotated[
+        int,
+        typer.Option(help="Number of stages of the model's layers, each in processes of its own (CPU only).", min=1),
+    ] = 1
     seed: Annotated[int | None, typer.Option(help="Seed for requests that set none.")] = None
     chat_template: Annotated[
         Path | None, typer.Option(help="Jinja file to use instead of the model's chat template.")
@@ -219,7 +231,10 @@ class ServeCommand(CommandWithOptions):
     def settings(self) -> Settings:
         """Return the settings of engine and server. Raises `StartupError` for an invalid one."""
         _check_open(self.host, has_keys=self.api_keys_file is not None, allow_anonymous=self.allow_anonymous)
-        return Settings(engine=self._engine(), server=self._server())
+        try:
+            return Settings(engine=self._engine(), server=self._server())
+        except ValueError as error:
+            raise StartupError("SettingsInvalid", str(error)) from None
 
     def _engine(self) -> EngineConfig:
         """Return the engine's settings. Raises `StartupError` for an invalid one."""
@@ -240,6 +255,8 @@ class ServeCommand(CommandWithOptions):
             kv_cache_memory_bytes=_bytes(self.kv_cache_memory),
             policy=self.policy,
             num_threads=self.threads,
+            tensor_parallel_size=self.tensor_parallel_size,
+            pipeline_parallel_size=self.pipeline_parallel_size,
             seed=self.seed,
             chat_template=_template(self.chat_template),
             generation_config=self.generation_config,

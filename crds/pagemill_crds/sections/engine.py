@@ -130,10 +130,12 @@ class EngineSection(Section):
     speculative: Speculative | None = None
     """Speculative decoding; when absent, method `auto` with up to 8 tokens."""
     tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
-    """Number of devices that share each layer. This version supports 1; a larger number results in `Planned=False`."""
+    """Number of parts that share each layer: attention heads, inner units and vocabulary. On CPUs they are processes of
+    the pod, among which its cores are divided; with `resources.gpus` this version supports 1, and a larger number
+    results in `Planned=False`."""
     pipeline_parallel: Annotated[int, Field(ge=1, le=64)] = 1
-    """Number of devices over which the layers are distributed. This version supports 1; a larger number results in
-    `Planned=False`."""
+    """Number of stages over which the layers are distributed, each of `tensorParallel` parts, which compute different
+    steps at the same time. On CPUs they are processes of the pod; with `resources.gpus` this version supports 1."""
     extra_args: Annotated[list[ExtraArg], Field(max_length=64)] = Field(default_factory=list)
     """Engine settings that have no field here, as `--name=value`. They override the fields."""
     env: Annotated[

@@ -59,6 +59,8 @@ class RunnerInfo(NamedTuple):
     """Parts of the model that compute one behind the other, each another step at the same time."""
     can_verify: Callable[[SamplingParams], bool] = lambda _: True
     """Whether a step can sample several tokens of a request with these parameters."""
+    check: Callable[[], None] = lambda: None
+    """Raises `DeviceLostError` if what computes was lost while no step ran."""
     kinds: tuple[CacheKind, ...] = (FULL,)
     """The cache kinds of the model's layers."""
     kind_blocks: tuple[int, ...] = ()

@@ -171,6 +171,7 @@ class EngineLoop:
         self._link.send(Awake(time.monotonic() - started_s))
 
     def _idle(self) -> None:
+        self._core.runner.info.check()
         if not self._idle_checked:
             self._core.check_integrity()
             self._idle_checked = True

@@ -6,6 +6,7 @@ It refuses what cannot fit and names the setting to change. `pagemill serve` pri
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from pagemill_engine.config import EngineConfig
@@ -47,6 +48,13 @@ class Sizes(NamedTuple):
     """All adapters that are kept in memory, each of the largest rank."""
 
 
+class RankSizes(NamedTuple):
+    """The part of a model that one of several processes holds."""
+
+    spec: ModelSpec
+    sizes: Sizes
+
+
 class MeasuredMemory(NamedTuple):
     """Measurements on a device with weights, rows and compiled kernels, but without a KV cache."""
 
@@ -63,8 +71,13 @@ class MemoryPlan(NamedTuple):
     budget: MemoryBudget
 
 
-def plan_memory(config: EngineConfig, spec: ModelSpec, sizes: Sizes, state: MemoryState) -> MemoryPlan:
-    """Size the KV cache. Raises `LoadError` if it, the weights and the largest step do not fit together."""
+def plan_memory(
+    config: EngineConfig, spec: ModelSpec, sizes: Sizes, state: MemoryState, ranks: Sequence[RankSizes] = ()
+) -> MemoryPlan:
+    """Size the KV cache. Raises `LoadError` if it, the weights and the largest step do not fit together.
+
+    `ranks`: the parts of several processes that share this memory; `sizes` are those of all together.
+    """
     if sizes.weight_bytes > state.available_bytes:
         more = _more_memory(state)
         raise LoadError(
@@ -91,8 +104,23 @@ def plan_memory(config: EngineConfig, spec: ModelSpec, sizes: Sizes, state: Memo
             step_bytes = activation_bytes(config, spec, sizes, spec.max_position_embeddings)
             raise _step_too_large(config, (sizes.weight_bytes, step_bytes, 0), state)
         num_blocks = _num_blocks(config, block_bytes, default_bytes)
-    activations = activation_bytes(config, spec, sizes, num_blocks * config.block_size)
+    cache_tokens = num_blocks * config.block_size
+    activations = activation_bytes(config, spec, sizes, cache_tokens)
+    if ranks:
+        activations = _rank_bytes(config, ranks, state, cache_tokens)
     return _plan(config, num_blocks, sizes, state, activations, measured=False)
+
+
+def _rank_bytes(config: EngineConfig, ranks: Sequence[RankSizes], state: MemoryState, cache_tokens: int) -> int:
+    """Return what the steps of all ranks take together, with the processes of all but the first, which samples, and
+    with what they exchange."""
+    steps = sum(
+        activation_bytes(config, spec, sizes, cache_tokens, samples=number == 0)
+        for number, (spec, sizes) in enumerate(ranks)
+    )
+    sets = 2 * (config.tensor_parallel_size > 1) + (config.pipeline_parallel_size > 1)
+    exchanged = sets * len(ranks) * config.step.max_num_batched_tokens * ranks[0].spec.hidden_size * 4
+    return steps + (len(ranks) - 1) * state.process_bytes + exchanged
 
 
 def plan_measured(
@@ -133,7 +161,9 @@ def _plan(
     return MemoryPlan(num_blocks, budget)
 
 
-def activation_bytes(config: EngineConfig, spec: ModelSpec, sizes: Sizes, cache_tokens: int) -> int:
+def activation_bytes(
+    config: EngineConfig, spec: ModelSpec, sizes: Sizes, cache_tokens: int, *, samples: bool = True
+) -> int:
     """Return the peak bytes of the largest step, without weights and cache, from the model's shapes."""
     num_tokens = config.step.max_num_batched_tokens
     num_rows = min(config.step.max_num_seqs, num_tokens)
@@ -152,6 +182,8 @@ def activation_bytes(config: EngineConfig, spec: ModelSpec, sizes: Sizes, cache_
             forward += SCORE_FLOATS * 4 * max(of_chunks, of_decodes)
     if spec.pooling is not None:
         return forward
+    if not samples:
+        return max(forward, num_rows * spec.vocab_size * 2 * 4)  # its logits, and those of all ranks
     sampling = num_rows * (spec.vocab_size * SAMPLER_FLOATS * 4 + spec.hidden_size * sizes.item_bytes)
     rows = config.step.max_num_seqs * (spec.vocab_size * COUNT_BYTES + context_tokens * 4)
     return max(forward, sampling) + rows

@@ -144,5 +144,6 @@ def _weight_bytes(weights: WeightSource, spec: ModelSpec, storage: StorageForms,
     has_codes = rounded or spec.quantization is not None
     keep_stored = storage.weights.bfloat16 or (storage.weights.codes and has_codes)
     held = weights.num_bytes(storage.dtype, keep_stored=keep_stored)
-    twice = spec.tie_word_embeddings and not storage.weights.rows
-    return held + (spec.vocab_size * spec.hidden_size * NUMPY_TYPES[storage.dtype].itemsize if twice else 0)
+    entry = spec.decoder.embedding
+    twice = spec.tie_word_embeddings and spec.decoder.embeds and not storage.weights.rows
+    return held + (entry.num_rows * entry.size * NUMPY_TYPES[storage.dtype].itemsize if twice else 0)

@@ -32,6 +32,7 @@ def create_runner(config: EngineConfig, progress: Progress, early_digest: EarlyD
     `progress(phase, detail)` is called as the start proceeds.
     """
     if config.null_runner:
+        _check_one_process(config, "A simulated device")
         from pagemill_engine.executing.null import NullRunner
 
         return NullRunner.from_config(config)
@@ -43,6 +44,19 @@ def create_runner(config: EngineConfig, progress: Progress, early_digest: EarlyD
         raise _by_its_source(config, LoadError(error.reason, str(error))) from error
     except LoadError as error:
         raise _by_its_source(config, error) from error
+
+
+def _check_one_process(config: EngineConfig, device: str) -> None:
+    for name, value in (
+        ("tensorParallel", config.tensor_parallel_size),
+        ("pipelineParallel", config.pipeline_parallel_size),
+    ):
+        if value > 1:
+            raise LoadError(
+                "SettingsUnsupported",
+                f"{name} is {value}, but models are divided among processes on the CPU only in this version. {device} "
+                f"runs one process. Set {name} to 1.",
+            )
 
 
 def _by_its_source(config: EngineConfig, error: LoadError) -> LoadError:
@@ -76,9 +90,14 @@ def _load(
 
         check_serves(config, spec, "gpu" if compute.backend == "triton" else "cpu")
     if compute.backend == "triton":
+        _check_one_process(config, "A GPU")
         from pagemill_engine.starting.load_device import load_on_device
 
         return load_on_device(files, compute)
+    if config.num_ranks > 1:
+        from pagemill_engine.starting.load_ranks import load_on_ranks
+
+        return load_on_ranks(files, compute)
     from pagemill_engine.starting.load_cpu import load_on_cpu
 
     return load_on_cpu(files, compute)

@@ -5,7 +5,6 @@ The native decoder runs without torch; other models run on torch, which is impor
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from pagemill_engine.decoders.native.decoder import NativeDecoder
@@ -22,12 +21,10 @@ from pagemill_engine.sizing.compute import Compute
 from pagemill_engine.sizing.kv_sizes import cache_kinds, max_model_len_for
 from pagemill_engine.sizing.memory import measure_memory
 from pagemill_engine.starting.preparing import ModelFiles, PreparedModel, describe_cache, prepare, refusals, runner_info
-from pagemill_engine.weights.errors import LoadError
+from pagemill_engine.starting.threads import threads_of_ranks, torch_threads
 from pagemill_kernels.cpu import launch
-from pagemill_kernels.registry import has_torch
 from pagemill_models.sharding.linears import linears
 from pagemill_models.spec.model_spec import ModelSpec
-from pagemill_servers.process.cgroup import usable_cores
 from pagemill_servers.process.malloc import trim_heap
 
 if TYPE_CHECKING:
@@ -36,31 +33,14 @@ if TYPE_CHECKING:
 
 def load_on_cpu(files: ModelFiles, compute: Compute) -> Runner:
     """Return a runner for the CPU. Raises `LoadError`."""
-    num_threads = files.config.num_threads or usable_cores()
+    (num_threads,) = threads_of_ranks(files.config)
     launch.set_num_threads(num_threads)
-    prepare_thread: Callable[[], object] | None = None
-    if not compute.is_native:
-        prepare_thread = _torch_threads(compute, num_threads)
+    prepare_thread = torch_threads(compute, num_threads)
     with refusals(files.path):
         prepared = prepare(files, compute, measure_memory())
         runner = _runner(files, prepared)
     # torch's OpenMP keeps a team of threads for each computing thread. From here on only the runner's team works.
     return ThreadedRunner(runner, prepare_thread) if files.config.overlap else runner
-
-
-def _torch_threads(compute: Compute, number: int) -> Callable[[], object]:
-    """Set torch's number of threads. Returns a function that does so on another thread: torch keeps it per thread."""
-    if not has_torch():
-        on_torch = compute.how if compute.how.startswith("torch") else f"torch ({compute.how})"
-        raise LoadError(
-            "TorchNotInstalled",
-            f"This model runs on {on_torch}, which is not installed. Install `pagemill[torch]`, or take the "
-            "engine's image for GPUs (spec.engine.image).",
-        )
-    import torch
-
-    torch.set_num_threads(number)
-    return lambda: torch.set_num_threads(number)
 
 
 def _runner(files: ModelFiles, prepared: PreparedModel) -> Runner:

@@ -19,8 +19,9 @@ from pagemill_engine.executing.base import RunnerInfo
 from pagemill_engine.ipc.messages import MemoryBudget
 from pagemill_engine.sizing.budget import Sizes, plan_memory
 from pagemill_engine.sizing.compute import Compute
-from pagemill_engine.sizing.kv_sizes import CacheBlocks, kv_bytes_per_token
+from pagemill_engine.sizing.kv_sizes import CacheBlocks
 from pagemill_engine.sizing.memory import MemoryState
+from pagemill_engine.sizing.rank_parts import rank_sizes, together
 from pagemill_engine.sizing.sizing import sizes_of, storage_forms, weights_of
 from pagemill_engine.sizing.step_limits import choose_step_limits
 from pagemill_engine.weights.codes import describe_codes
@@ -63,9 +64,11 @@ def prepare(files: ModelFiles, compute: Compute, before: MemoryState) -> Prepare
     weights = weights_of(config, files.path, spec, compute.weight_forms.small_floats, files.early_digest)
     if not spec.decoder.by_transformers:
         check_depth(spec.decoder, weights.shapes)
-    sizes = sizes_of(config, weights, spec, storage_forms(compute))
+    storage = storage_forms(compute)
+    ranks = rank_sizes(config, weights, spec, lambda own, part: sizes_of(config, own, part, storage))
+    sizes = together(sizes_of(config, weights, spec, storage), ranks)
     config = choose_step_limits(config, spec, sizes, before)
-    num_blocks, budget = plan_memory(config, spec, sizes, before)
+    num_blocks, budget = plan_memory(config, spec, sizes, before, ranks)
     files.progress("loading", f"{default_name(config.model)}: {_held(files, compute, weights)}, {compute.how}")
     return PreparedModel(config, compute, weights, sizes, before, num_blocks, budget)
 
@@ -93,7 +96,7 @@ def runner_info(
         weights_digest=prepared.weights.digest(),
         kv_dtype=compute.kv_dtype,
         weight_bytes=weight_bytes,
-        kv_bytes_per_token=kv_bytes_per_token(spec, compute.kv_dtype),
+        kv_bytes_per_token=prepared.sizes.kv_bytes_per_token,
         compute=f"{compute.dtype}, {compute.how}",
         device=device,
         memory=msgspec.structs.replace(prepared.budget, weight_bytes=weight_bytes),

@@ -5,31 +5,29 @@ Rank 0 starts it (`executing.ranks.processes`). It ends when rank 0 closes the r
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import signal
 import sys
 import threading
+from contextlib import suppress
 
-from pagemill_engine.executing.ranks.follower import FollowerRunner, follow
+from pagemill_engine.executing.ranks.follower import follow
 from pagemill_engine.executing.ranks.processes import READY
-from pagemill_engine.sizing.compute import choose_compute
-from pagemill_engine.sizing.memory import measure_memory
-from pagemill_engine.starting.load_ranks import SLOT_BYTES, SLOTS, RankSettings, files_of, follower_of, settings_from
-from pagemill_engine.starting.preparing import prepare
-from pagemill_kernels.cpu import launch
+from pagemill_engine.starting.load_ranks import SLOT_BYTES, SLOTS, follower_of, settings_from
 from pagemill_kernels.ranks.memory import SharedMemory
 from pagemill_kernels.ranks.ring import RingReader, ring_bytes
 from pagemill_kernels.ranks.shared_memory import SharedMemoryGroup, group_bytes
-from pagemill_models.spec.model_files import load_model_spec
+from pagemill_servers.process import logs
 from pagemill_servers.process.malloc import trim_heap
 
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 decides when to end
     settings = settings_from(sys.stdin.buffer.read())
-    _end_with(os.getppid())
-    launch.set_num_threads(settings.num_threads)
+    logs.configure(logging.WARNING, process=f"rank {settings.rank}")
+    _end_with(settings.parent)
     size, capacity = settings.size, settings.capacity
     members = size // settings.num_stages
     memory = SharedMemory(settings.group_file, group_bytes(size, capacity, members))
@@ -37,21 +35,13 @@ def main() -> None:
     messages = SharedMemory(settings.ring_file, ring_bytes(SLOTS, SLOT_BYTES))
     ring = RingReader(messages, SLOTS, SLOT_BYTES, settings.rank - 1)
     try:
-        runner = _load(settings, group)
+        runner = follower_of(settings, group)
     except Exception as error:
         _say(f"{type(error).__name__}: {error}\n".encode())
         raise
-    _say(READY)
-    follow(runner, ring, group)
-
-
-def _load(settings: RankSettings, group: SharedMemoryGroup) -> FollowerRunner:
-    spec = load_model_spec(settings.path)
-    files = files_of(settings, spec)
-    prepared = prepare(files, choose_compute(settings.config, spec), measure_memory())
-    runner = follower_of(settings, files, prepared, group)
     trim_heap()
-    return runner
+    _say(READY + b"%d\n" % runner.model.num_bytes)
+    follow(runner, ring, group)
 
 
 def _say(line: bytes) -> None:
@@ -63,8 +53,10 @@ def _end_with(parent: int) -> None:
     """End when the parent ends, wherever this process waits."""
 
     def wait() -> None:
-        file = os.pidfd_open(parent)
-        select.select([file], [], [])
+        with suppress(ProcessLookupError):
+            file = os.pidfd_open(parent)
+            if os.getppid() == parent:  # else it has ended, and another process has its id
+                select.select([file], [], [])
         os._exit(1)
 
     threading.Thread(target=wait, daemon=True).start()

@@ -40,6 +40,8 @@ def engine_settings(deployment: LLMDeployment) -> dict[str, Any]:
         "max_num_batched_tokens": engine.max_num_batched_tokens,
         "kv_cache_memory_bytes": _optional_bytes(engine.kv_cache_memory),
         "num_threads": _num_threads(deployment),
+        "tensor_parallel_size": _unless_one(engine.tensor_parallel),
+        "pipeline_parallel_size": _unless_one(engine.pipeline_parallel),
         "chat_template": model.chat_template,
         "generation_defaults": _defaults(model.generation_defaults),
         "tool_call_parser": _unless_auto(model.tool_call_parser),
@@ -57,6 +59,10 @@ def _speculative(section: Speculative | None) -> dict[str, Any] | None:
     if section is None or section.method not in SPECULATIVE_METHODS:
         return None
     return {"method": section.method, "num_tokens": section.num_tokens}
+
+
+def _unless_one(size: int) -> int | None:
+    return None if size == 1 else size
 
 
 def _unless_auto(parser: str) -> str | None:

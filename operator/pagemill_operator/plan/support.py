@@ -6,12 +6,14 @@ tune and have no effect.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import partial
 from typing import Literal
 
 from pagemill_crds.invalid import each_on_its_own, usable
 from pagemill_crds.models import LLMDeploymentSpec
+from pagemill_crds.quantities import cpu_cores
 from pagemill_models.sources import SourceError, find_kind, in_full
 from pagemill_operator.autoscaler.registry import UnknownPolicyError, find_policy
 from pagemill_operator.plan.pod_template import template_notes, template_problems
@@ -20,7 +22,11 @@ from pagemill_operator.plan.types import Problem
 Backend = Literal["local", "kubernetes"]
 LOADED_QUANTIZATIONS = ("none", "int8", "int4", "w8a8", "fp8")
 GPU_QUANTIZATIONS = ("w8a8", "fp8")
-ONE_PROCESS = "a replica is one process in this version; set it to 1"
+ONE_PROCESS = "a replica computes on one GPU in this version; set it to 1"
+CPU_PROCESSES = (
+    "models are divided among processes on CPUs only in this version; set it to 1, or set spec.resources.gpus to 0"
+)
+MOST_PROCESSES = 64
 CPU_ONLY = "only the CPU's kernels do that in this version; turn it off, or set spec.resources.gpus to 0"
 
 GPU_ONLY = "only a GPU's kernels do that; set spec.resources.gpus to 1"
@@ -29,7 +35,7 @@ GPU_ONLY = "only a GPU's kernels do that; set spec.resources.gpus to 1"
 def find_problems(spec: LLMDeploymentSpec, backend: Backend) -> Iterator[Problem]:
     """Return the problems of the spec, or of the valid part of a partially read one."""
     checks = [_quantization_problems, _float16_problems, _tensor_parallel_problems, _pipeline_parallel_problems]
-    checks += [_gpu_problems, _adapter_problems, _policy_problems]
+    checks += [_process_problems, _gpu_problems, _adapter_problems, _policy_problems]
     if backend == "local":
         checks += [_env_problems, _credentials_problems]
     else:
@@ -94,13 +100,31 @@ def _float16_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
 
 
 def _tensor_parallel_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
-    if spec.engine.tensor_parallel > 1:
-        yield Problem("spec.engine.tensorParallel", spec.engine.tensor_parallel, ONE_PROCESS)
+    if spec.engine.tensor_parallel > 1 and spec.resources.gpus:
+        yield Problem("spec.engine.tensorParallel", spec.engine.tensor_parallel, CPU_PROCESSES)
 
 
 def _pipeline_parallel_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
-    if spec.engine.pipeline_parallel > 1:
-        yield Problem("spec.engine.pipelineParallel", spec.engine.pipeline_parallel, ONE_PROCESS)
+    size, speculative = spec.engine.pipeline_parallel, spec.engine.speculative
+    if size > 1 and spec.resources.gpus:
+        yield Problem("spec.engine.pipelineParallel", size, CPU_PROCESSES)
+    elif size > 1 and speculative is not None and speculative.method == "ngram":
+        message = "stages verify no proposed tokens; set it to 1, or spec.engine.speculative.method to auto"
+        yield Problem("spec.engine.pipelineParallel", size, message)
+
+
+def _process_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
+    """Yield the problems of the number of processes that compute a model together."""
+    size, stages, cpu = spec.engine.tensor_parallel, spec.engine.pipeline_parallel, spec.resources.cpu
+    cores = 0 if cpu is None else math.ceil(cpu_cores(cpu))
+    message = None
+    if size * stages > MOST_PROCESSES:
+        message = f"tensorParallel x pipelineParallel may be {MOST_PROCESSES} processes at most; lower them"
+    elif not spec.resources.gpus and 0 < cores < size * stages:
+        message = f"{size * stages} processes need a core each; lower it, or raise spec.resources.cpu"
+    if message is not None:
+        name, value = ("tensorParallel", size) if size >= stages else ("pipelineParallel", stages)
+        yield Problem(f"spec.engine.{name}", value, message)
 
 
 def _adapter_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:

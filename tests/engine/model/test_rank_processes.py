@@ -13,8 +13,10 @@ import pytest
 from oracle_proposer import oracle
 from ranked_engine import BASE, LONG, ROUNDS, SETTINGS, Engine, Ranks, answers, prompts_of, saved
 
+from pagemill_engine.config import EngineConfig
 from pagemill_engine.executing.eager import ThreadedRunner
 from pagemill_engine.scheduler.proposals import Proposals
+from pagemill_engine.starting.factory import create_runner
 from pagemill_engine.weights.errors import LoadError
 from pagemill_kernels.cpu import library
 
@@ -100,9 +102,36 @@ def test_ranks_follow_preemption_overlap_and_sleep(llama_folder: Path, ranks: Ra
     threaded._thread.shutdown()
 
 
-def test_a_model_that_cannot_be_divided_is_refused(llama_folder: Path, ranks: Ranks) -> None:
-    with pytest.raises(LoadError, match="4 attention heads cannot be divided among 5 ranks"):
+def test_what_cannot_be_divided_is_refused_with_the_reason(llama_folder: Path, ranks: Ranks) -> None:
+    with pytest.raises(LoadError, match=r"cannot be divided among 5 ranks\. Lower tensorParallel"):
         ranks(llama_folder, 5)
+    with pytest.raises(LoadError, match="3 processes that compute at the same time, but they may use 2 cores"):
+        ranks(llama_folder, 3, num_threads=2)
+    with pytest.raises(LoadError, match=r"Adapters are served by one process\. Set tensorParallel"):
+        ranks(llama_folder, 2, enable_lora=True)
+
+
+def test_simulated_devices_are_one_process() -> None:
+    config = EngineConfig(model="m", null_runner=True, pipeline_parallel_size=2)
+    with pytest.raises(LoadError, match=r"pipelineParallel is 2, but .* A simulated device runs one process\. Set"):
+        create_runner(config, lambda phase, detail: None)
+    with pytest.raises(ValueError, match="must be at most 64 processes, got 33 x 2"):
+        EngineConfig(model="m", tensor_parallel_size=33, pipeline_parallel_size=2)
+
+
+@pytest.mark.parametrize(("size", "num_stages"), [(3, 1), (2, 2)])
+def test_the_plan_of_memory_counts_what_all_ranks_hold(
+    llama_folder: Path, ranks: Ranks, runner_loader: Any, size: int, num_stages: int
+) -> None:
+    """Three ranks share two heads of keys and values, so one of these is on two ranks; every rank has the norms."""
+    runner: Any = ranks(llama_folder, size, num_stages=num_stages)
+    single = runner_loader(llama_folder, **SETTINGS)
+    planned, alone = runner.info.memory, single.info.memory
+    assert planned.weight_bytes == runner.info.weight_bytes
+    assert runner.info.kv_bytes_per_token * 2 == single.info.kv_bytes_per_token * (3 if size == 3 else 2)
+    assert planned.kv_bytes == runner.info.kv_bytes_per_token * 64 * 16
+    assert planned.activation_bytes > alone.activation_bytes + (size - 1) * planned.process_bytes
+    single.close()
 
 
 def test_a_follower_that_cannot_load_says_why(

@@ -10,6 +10,7 @@ import pytest
 from oracle_proposer import oracle
 from ranked_engine import BASE, LONG, SETTINGS, Engine, Ranks, answers, prompts_of, saved
 
+from pagemill_engine.config import SpeculationConfig
 from pagemill_engine.scheduler.proposals import Proposals
 from pagemill_engine.weights.errors import LoadError
 from pagemill_kernels.cpu import library
@@ -98,7 +99,9 @@ def test_stages_verify_proposed_tokens(three_layers: Path, ranks: Ranks, runner_
 
 
 def test_stages_that_cannot_be_are_refused(three_layers: Path, ranks: Ranks) -> None:
-    with pytest.raises(LoadError, match="3 layers cannot be divided into 4 stages"):
+    with pytest.raises(
+        LoadError, match=r"3 layers cannot be divided into 4 stages\. Lower pipelineParallel to at most 3"
+    ):
         ranks(three_layers, 4, num_stages=4)
-    with pytest.raises(LoadError, match="3 ranks cannot be divided into 2 equal stages"):
-        ranks(three_layers, 3, num_stages=2)
+    with pytest.raises(LoadError, match="Stages verify no proposed tokens"):
+        ranks(three_layers, 2, num_stages=2, speculative=SpeculationConfig(method="ngram"))

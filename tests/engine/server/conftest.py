@@ -163,6 +163,16 @@ def model_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPro
     server.stop()
 
 
+@pytest.fixture(scope="module")
+def ranked_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """Return a ready server of the embedded model, which two processes compute."""
+    engine = {"max_model_len": 1024, "num_kv_blocks": 512, "dtype": "float32", "num_threads": 2}
+    server = start(tmp_path_factory.mktemp("ranks"), {**engine, "tensor_parallel_size": 2}, {})
+    server.wait_for("ready")
+    yield server
+    server.stop()
+
+
 @pytest.fixture(scope="session")
 def byte_tokenizer() -> Tokenizer:
     """Return a tokenizer with one token per byte, so that any cut may fall inside a character."""

@@ -41,7 +41,7 @@ def test_an_argument_without_effect_is_logged_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(vllm_arguments, "_reported", set())
-    given = {"gpu_memory_utilization": 0.9, "tensor_parallel_size": 1, "swap_space": 4, "trust_remote_code": True}
+    given = {"gpu_memory_utilization": 0.9, "data_parallel_size": 1, "swap_space": 4, "trust_remote_code": True}
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             assert config_of("model", given) == config_of("model", {})
@@ -53,7 +53,8 @@ def test_an_argument_without_effect_is_logged_once(
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 is not supported. One process"),
+        ({"data_parallel_size": 2}, "data_parallel_size=2 is not supported. One engine"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size must be at least 1, got 0"),
         ({"fully_sharded_loras": True}, "fully_sharded_loras=True is not supported"),
         ({"revision": "main"}, "hf://ORG/NAME@REVISION"),
         ({"speculative_config": {"model": "x"}}, "speculative_config: method 'x' is not supported"),
@@ -78,6 +79,11 @@ def test_an_argument_without_effect_is_logged_once(
 def test_an_argument_that_contradicts_the_engine_is_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(TypeError, match=message):
         config_of("model", given)
+
+
+def test_parts_of_a_model_are_named_as_by_vllm() -> None:
+    config = config_of("model", {"tensor_parallel_size": 2, "pipeline_parallel_size": 3})
+    assert (config.tensor_parallel_size, config.pipeline_parallel_size, config.num_ranks) == (2, 3, 6)
 
 
 def test_every_field_that_an_argument_sets_is_a_field_of_the_engine() -> None:

@@ -19,7 +19,8 @@ from typing import Any
 from pagemill_engine.executing.ranks.ranked import WatchedGroup
 from pagemill_engine.weights.errors import LoadError
 
-READY = b"ready\n"
+READY = b"ready "
+"""Begins the line of a follower that has loaded its part; the bytes of its weights follow."""
 CLOSE_SECONDS = 10.0
 
 
@@ -46,14 +47,19 @@ class FollowerProcesses:
     def ids(self) -> list[int]:
         return [process.pid for process in self._processes]
 
-    def wait_until_ready(self) -> None:
-        """Wait until all have loaded their shards. Raises `LoadError` with the message of one that cannot."""
+    def wait_until_ready(self) -> int:
+        """Wait until all have loaded their shards, and return the bytes of these. Raises `LoadError` with the message
+        of one that cannot."""
+        num_bytes = 0
         for rank, process in enumerate(self._processes, start=1):
             assert process.stdout is not None
             line = process.stdout.readline()
-            if line != READY:
+            if line.startswith(READY):
+                num_bytes += int(line.removeprefix(READY))
+            else:
                 said = line.decode(errors="replace").strip() or f"it ended with {_ending(process.wait())}"
                 raise LoadError("RankLost", f"Rank {rank} did not load its part of the model: {said}")
+        return num_bytes
 
     def watch(self, group: WatchedGroup) -> None:
         """End the group when a process ends by itself."""

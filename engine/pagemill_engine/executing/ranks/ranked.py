@@ -11,6 +11,7 @@ the engine with the name of the rank, the step and the cut: its requests continu
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from pagemill_engine.executing.base import Runner, RunnerInfo
@@ -64,6 +65,10 @@ class Followers(Protocol):
         """Wait until all have ended; end those that do not."""
         ...
 
+    def kill(self) -> None:
+        """End all at once."""
+        ...
+
 
 class _Launched(NamedTuple):
     step: int
@@ -74,12 +79,19 @@ class RankedRunner:
     """Wraps a runner that has computed a step when `launch` returns."""
 
     def __init__(
-        self, inner: Runner, ring: MessageWriter, group: WatchedGroup, followers: Followers, num_stages: int = 1
+        self,
+        inner: Runner,
+        ring: MessageWriter,
+        group: WatchedGroup,
+        followers: Followers,
+        num_stages: int = 1,
+        prepare_thread: Callable[[], object] | None = None,
     ) -> None:
+        """Start with followers that have loaded. `prepare_thread`: of a thread that computes (`ThreadedRunner`)."""
         self._inner: Runner = _FirstRank(inner, group)
         if num_stages > 1:
-            self._inner = ThreadedRunner(self._inner)
-        self.info: RunnerInfo = self._inner.info._replace(stages=num_stages)
+            self._inner = ThreadedRunner(self._inner, prepare_thread)
+        self.info: RunnerInfo = self._inner.info._replace(stages=num_stages, check=self._raise_if_lost)
         self._ring, self._group, self._followers = ring, group, followers
         self._read: list[SampledStep] = []
         """The steps that were read since the last plan."""
@@ -121,7 +133,7 @@ class RankedRunner:
         try:
             self._command("close")
         except RanksLostError:
-            pass  # they have ended or are about to be
+            self._followers.kill()  # one that is stopped would not end by itself
         finally:
             self._ring.close()
             self._followers.close()

@@ -1,44 +1,20 @@
 """One stage of a pipeline as a runner's `StepModel`: it gets hidden states from the stage before and passes its own on.
 
-Ranks are numbered from the last stage on, so that rank 0 has the head.
+`sizing.rank_parts` says where a rank is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from pagemill_engine.decoders.step_model import StepModel, StepTokens
+from pagemill_engine.sizing.rank_parts import RankPlace
 from pagemill_kernels.arrays import Array
 from pagemill_kernels.ranks.group import RankGroup
-from pagemill_models.sharding.slices import Range, dealt
 from pagemill_models.spec.model_spec import ModelSpec
-
-
-class RankPlace(NamedTuple):
-    """Where a rank is among `size` ranks that are divided into stages of equally many ranks."""
-
-    layers: Range
-    part: int
-    """Its number among the ranks of its stage."""
-    num_parts: int
-    before: int | None
-    """The rank that sends it hidden states; None: it embeds tokens."""
-    behind: int | None
-    """The rank that it sends hidden states to; None: it computes logits."""
-
-
-def place_of(rank: int, size: int, num_stages: int, num_layers: int) -> RankPlace:
-    """Return where a rank is. Stages have as many layers as the others, or one more: the earlier ones, since the last
-    one has the head."""
-    num_parts = size // num_stages
-    turn, part = divmod(rank, num_parts)
-    stage = num_stages - 1 - turn
-    before = rank + num_parts if stage > 0 else None
-    behind = rank - num_parts if turn > 0 else None
-    return RankPlace(dealt(num_layers, num_stages)[stage], part, num_parts, before, behind)
 
 
 class StagedModel:

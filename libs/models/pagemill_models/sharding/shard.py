@@ -105,7 +105,7 @@ def heads_of(num_heads: int, num_kv_heads: int, size: int) -> list[HeadsOfRank]:
     found = []
     for key, (first, end) in enumerate(dealt(size, num_kv_heads)):
         if per_key < end - first:
-            raise ShardError(f"{num_heads} attention heads cannot be divided among {size} ranks; use fewer ranks.")
+            raise ShardError(f"{num_heads} attention heads cannot be divided among {size} ranks.")
         for index, queries in enumerate(dealt(per_key, end - first)):
             own = (key * per_key + queries[0], key * per_key + queries[1])
             found.append(HeadsOfRank(own, (key, key + 1), index == 0))
