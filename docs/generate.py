@@ -109,8 +109,8 @@ REQUEST_FIELDS = (
 VLLM_HEAD = [
     "## vLLM's arguments",
     "",
-    "`pagemill serve` accepts the options of `vllm serve` (`--tensor-parallel-size 1`); `LLM(...)` and `AsyncLLM(...)` "
-    "accept its arguments (`tensor_parallel_size=1`). Options without an effect here are accepted, and a log line "
+    "`pagemill serve` accepts the options of `vllm serve` (`--swap-space 4`); `LLM(...)` and `AsyncLLM(...)` "
+    "accept its arguments (`swap_space=4`). Options without an effect here are accepted, and a log line "
     "states why; values that contradict what the engine does are refused. `--api-key KEY` is accepted with a log line "
     "that `--api-keys-file` keeps keys out of process lists. Arguments that are not in this table have the same name "
     "and meaning, or are unknown.",

@@ -13,11 +13,11 @@ from typing import Literal
 
 from pagemill_crds.invalid import each_on_its_own, usable
 from pagemill_crds.models import LLMDeploymentSpec
-from pagemill_crds.quantities import cpu_cores
 from pagemill_models.sources import SourceError, find_kind, in_full
 from pagemill_operator.autoscaler.registry import UnknownPolicyError, find_policy
 from pagemill_operator.plan.pod_template import template_notes, template_problems
 from pagemill_operator.plan.types import Problem
+from pagemill_protocol.resource.quantities import cpu_cores
 
 Backend = Literal["local", "kubernetes"]
 LOADED_QUANTIZATIONS = ("none", "int8", "int4", "w8a8", "fp8")
