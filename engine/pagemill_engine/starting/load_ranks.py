@@ -6,32 +6,35 @@ Each rank runs the native decoder, or torch's where that does not apply. `sizing
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.decoders.native.decoder import NativeDecoder
 from pagemill_engine.decoders.rope import Rotations, decoder_tables
-from pagemill_engine.decoders.step_model import StepModel
+from pagemill_engine.decoders.step_model import StepModel, StepTokens
 from pagemill_engine.executing.base import Runner, RunnerInfo
 from pagemill_engine.executing.eager import EagerRunner, ThreadedRunner
 from pagemill_engine.executing.kv_cache import KVCache
 from pagemill_engine.executing.ranks.follower import FollowerRunner
 from pagemill_engine.executing.ranks.processes import FollowerProcesses
 from pagemill_engine.executing.ranks.ranked import RankedRunner
-from pagemill_engine.executing.ranks.staged_model import StagedModel
 from pagemill_engine.sizing.compute import Compute, choose_compute
 from pagemill_engine.sizing.kv_sizes import CacheBlocks, cache_kinds, max_model_len_for
 from pagemill_engine.sizing.memory import measure_memory
-from pagemill_engine.sizing.rank_parts import RankPart, part_of
+from pagemill_engine.sizing.rank_parts import RankPart, RankPlace, part_of
 from pagemill_engine.sizing.sizing import weights_of
 from pagemill_engine.starting.preparing import ModelFiles, describe_cache, prepare, refusals, runner_info
 from pagemill_engine.starting.threads import threads_of_ranks, torch_threads
 from pagemill_engine.weights.errors import LoadError
 from pagemill_engine.weights.source import WeightSource
+from pagemill_kernels.arrays import Array
 from pagemill_kernels.cpu import launch
+from pagemill_kernels.ranks.group import RankGroup
 from pagemill_kernels.ranks.memory import SharedMemory
 from pagemill_kernels.ranks.ring import RingWriter, ring_bytes
 from pagemill_kernels.ranks.shared_memory import STUCK_SECONDS, SharedMemoryGroup, group_bytes
@@ -153,6 +156,41 @@ def settings_from(data: bytes) -> RankSettings:
 def _as_json(settings: RankSettings) -> dict[str, Any]:
     built: dict[str, Any] = msgspec.to_builtins(settings)
     return built
+
+
+class StagedModel:
+    """One stage of a pipeline: it gets hidden states from the stage before and passes its own on."""
+
+    def __init__(self, model: StepModel, group: RankGroup[Array], place: RankPlace) -> None:
+        self._model, self._group, self._place = model, group, place
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self._model.spec
+
+    @property
+    def num_bytes(self) -> int:
+        return self._model.num_bytes
+
+    @property
+    def classifier(self) -> Callable[[Array], Array] | None:
+        return self._model.classifier
+
+    def use_caches(self, caches: Sequence[Array]) -> None:
+        self._model.use_caches(caches)
+
+    def hidden(self, step: StepTokens, adapters: Any = None) -> Array:
+        if self._place.before is not None:
+            given = np.empty((len(step.token_ids), self.spec.hidden_size), dtype=np.float32)
+            self._group.receive(given, self._place.before)
+            step = step._replace(hidden=given)
+        found = self._model.hidden(step, adapters)
+        if self._place.behind is not None:
+            self._group.send(found, self._place.behind)
+        return found
+
+    def logits(self, hidden: Array, adapters: Any = None) -> Array:
+        return self._model.logits(hidden, adapters)
 
 
 class _Loaded(NamedTuple):
