@@ -51,7 +51,8 @@ class Api:
             notes = {**known["metadata"].get("annotations", {}), **patch["metadata"]["annotations"]}
             return self._take("merge", {**known, "metadata": {**known["metadata"], "annotations": notes}})
         assert patch["metadata"]["resourceVersion"] == known["metadata"]["resourceVersion"]
-        return self._take("merge", {**known, "spec": {**known["spec"], **patch["spec"]}})
+        metadata = {**known["metadata"], **patch["metadata"]}
+        return self._take("merge", {**known, "metadata": metadata, "spec": {**known["spec"], **patch.get("spec", {})}})
 
     async def delete(self, kind: Any, manifest: Manifest) -> None:
         self.writes.append(f"delete {kind.name}")
@@ -245,6 +246,46 @@ async def test_a_refused_claim_does_not_create_and_delete_jobs(world: World) -> 
     for _ in range(3):
         await world.cluster.apply_plan(world.cached())
     assert [each for each in world.take() if "Job" in each] == ["apply Job"]
+
+
+def orphan(world: World) -> None:
+    """Delete the deployment with `--cascade=orphan` and create it again: what it made stays, with its pods."""
+    for kind, name in list(world.api.objects):
+        if kind != "Pod":
+            known = world.api.objects[kind, name]
+            metadata = {at: value for at, value in known["metadata"].items() if at != "ownerReferences"}
+            known["metadata"] = {**metadata, "resourceVersion": str(next(world.api.versions))}
+            world.cache.put(kind, known)
+    world.own("uid-2", created="2026-02-01T00:00:00Z")
+
+
+async def test_what_a_deleted_deployment_left_is_adopted_with_its_pods(world: World) -> None:
+    await world.settle(world.cached())
+    world.change("Job", status=COMPLETE)
+    await world.settle(world.cached())
+    world.run_pods(a=1)
+    world.change("Pod", metadata={"creationTimestamp": "2026-01-15T00:00:00Z"})
+    orphan(world)
+    world.take()
+    await world.settle(world.cached())
+    assert "merge Job" in world.take()
+    owners = {
+        kind: child["metadata"]["ownerReferences"][0]["uid"]
+        for (kind, _), child in world.api.objects.items()
+        if kind != "Pod"
+    }
+    assert {"Job", "PersistentVolumeClaim", "Deployment"} <= owners.keys()
+    assert set(owners.values()) == {"uid-2"}
+    assert [replica.name for replica in world.cluster.observe(KEY).replicas] == ["a"]
+    assert world.cluster.observe(KEY).loader is None
+
+
+async def test_pods_of_an_earlier_deployment_that_still_end_are_not_counted(world: World) -> None:
+    await world.settle(world.plan())
+    world.run_pods(a=1)
+    world.change("Pod", metadata={"creationTimestamp": "2026-01-15T00:00:00Z"})
+    world.own("uid-2", created="2026-02-01T00:00:00Z")
+    assert world.cluster.snapshot(KEY).pods == ()
 
 
 async def test_a_recreated_deployment_waits_until_the_earlier_ones_children_are_deleted(world: World) -> None:

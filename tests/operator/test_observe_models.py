@@ -6,9 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from observed_world import CACHED, PULL, READY, World, reported, running, unschedulable, waiting
+from observed_world import CACHED, PULL, READY, World, ended, reported, running, unschedulable, waiting
 
 from pagemill_crds.models import LLMDeployment
+from pagemill_operator.backends.kubernetes.model_volume import is_loaded
+from pagemill_operator.status.conditions import PROGRESS, events_between
 
 Make = Callable[..., LLMDeployment]
 
@@ -103,6 +105,54 @@ def test_for_a_job_that_gave_up_the_way_to_restart_it_is_named(world: Callable[.
     found = gone.findings()["Ready"]
     assert found.reason == "LoaderFailed"
     assert f"kubectl delete job {name}" in found.message
+
+
+def done(world: World, *others: dict[str, Any]) -> World:
+    """The loader has ended well, and its Job does not know it yet; `others` are containers beside it."""
+    world.pod({"ready": False, "state": {"terminated": ended(0, "Completed")}}, component="loader")
+    world.pods[-1]["status"]["containerStatuses"] += others
+    return world
+
+
+def test_a_loader_that_ended_well_is_done_before_its_job_is(world: Callable[..., World]) -> None:
+    waits = world(**CACHED).apply()
+    assert not is_loaded(waits.plan, waits.objects, waits.pods)
+    loaded = done(waits)
+    assert is_loaded(loaded.plan, loaded.objects, loaded.pods)
+    found = loaded.findings()
+    assert found["Ready"].reason in PROGRESS
+    assert not any(finding.is_fault for finding in found.values())
+
+
+def test_engines_serve_beside_a_loader_whose_sidecar_runs_on(world: Callable[..., World]) -> None:
+    proxy = {"name": "istio-proxy", **running(started=True, ready=True)}
+    loaded = done(world(**CACHED).apply(), proxy).apply(loader_done=True)
+    found = loaded.pod(running(started=True, ready=True), conditions=READY).findings()["Ready"]
+    assert found.status == "True"
+    assert "warning FinishedButSidecarRuns" in found.message
+    assert "container istio-proxy of pod chat-load-" in found.message
+    ready = [{"type": "Ready", "status": "True", "reason": found.reason, "message": found.message}]
+    events = {event.reason: event for event in events_between({}, {"conditions": ready})}
+    assert events["FinishedButSidecarRuns"].type == "Warning"
+    assert "native sidecar" in events["FinishedButSidecarRuns"].message
+    assert not events_between({"conditions": ready}, {"conditions": ready})
+
+
+def test_a_sidecar_that_ends_before_the_loader_is_no_fault(world: Callable[..., World]) -> None:
+    loads = world(**CACHED).apply().pod(running(started=True, ready=True), component="loader")
+    loads.pods[-1]["status"]["containerStatuses"].append(
+        {"name": "certs", "ready": False, "state": {"terminated": ended(0, "Completed")}}
+    )
+    assert loads.findings()["Ready"].reason == "Downloading"
+
+
+def test_a_loader_is_found_by_its_job_however_its_name_is_cut(deployment: Make) -> None:
+    """The API server cuts generated names at 58 characters, which a long name with the Job's suffix exceeds."""
+    cut = World(deployment("a-name-of-48-characters-which-is-as-long-as-can", **CACHED))
+    cut.apply().pod(waiting("ImagePullBackOff", PULL), component="loader")
+    name = cut.pods[-1]["metadata"]["name"]
+    cut.pods[-1]["metadata"]["name"] = name[:58]
+    assert cut.findings()["Ready"].reason == "ImagePullFailed"
 
 
 def test_a_finished_loader_is_not_reported(world: Callable[..., World]) -> None:

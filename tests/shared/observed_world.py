@@ -51,7 +51,9 @@ class World:
     def apply(self, *, loader_done: bool = False) -> World:
         context = RenderContext(namespace="pagemill-system", engine_image="pagemill/engine:1", loader_done=loader_done)
         for manifest in render_children(self.plan, Owner("default", "chat", "uid"), context):
-            self.objects[manifest["kind"], manifest["metadata"]["name"]] = slim(manifest["kind"], manifest)
+            kept = slim(manifest["kind"], manifest)
+            kept["metadata"]["uid"] = f"{manifest['kind']}-{manifest['metadata']['name']}"
+            self.objects[manifest["kind"], manifest["metadata"]["name"]] = kept
         return self
 
     def pod(
@@ -71,7 +73,13 @@ class World:
         name = f"{owner['metadata']['name']}-{len(self.pods)}"
         statuses = [{"name": component, "image": "pagemill/engine:1", **status}] if status else []
         pod = {
-            "metadata": {**made_from["metadata"], "name": name, "namespace": "default", **metadata},
+            "metadata": {
+                **made_from["metadata"],
+                "name": name,
+                "namespace": "default",
+                "ownerReferences": [{"controller": True, "kind": kind, "uid": owner["metadata"]["uid"]}],
+                **metadata,
+            },
             "spec": {**made_from["spec"], **({"nodeName": node} if node else {})},
             "status": {"phase": "Pending", "conditions": list(conditions), "containerStatuses": statuses},
         }

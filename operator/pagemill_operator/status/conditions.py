@@ -29,6 +29,8 @@ MODEL_REFUSALS = frozenset({"UnsupportedArchitecture", "UnsupportedQuantization"
 NOT_DECIDED = "NotDecided"
 """The reason while nothing is known yet, above all by a new leader: the earlier condition is kept."""
 OLDER_SERVE = "replicas of an earlier spec still serve"
+WARNING = "warning"
+"""Precedes each warning in the message of Ready: what is wrong although all replicas serve."""
 MAX_MESSAGE_CHARS = 4096
 MAX_EVENT_CHARS = 1024
 """The longest note that Kubernetes accepts."""
@@ -214,7 +216,8 @@ def _ready(seen: Observation, findings: list[Finding]) -> Finding:
         num_ready = len(seen.ready_current())
         message = f"{min(num_ready, seen.plan.replicas)} of {seen.plan.replicas} replicas are ready"
         if num_ready >= seen.plan.replicas:
-            return Finding("Ready", "True", "AllReplicasReady", message)
+            warnings = [f"{WARNING} {each.reason}: {each.message}" for each in seen.warnings]
+            return Finding("Ready", "True", "AllReplicasReady", "; ".join([message, *warnings]))
         causes += [(f.reason, f.message) for f in steps if f.status == "False" and not seen.ready()]
         causes.append(("Progressing", message))
     reason, message = causes[0]
@@ -256,7 +259,7 @@ def events_between(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Wante
 
     A fault that several conditions share is one event.
     """
-    return [*_scaled_event(old, new), *_fault_events(old, new), *_ready_event(old, new)]
+    return [*_scaled_event(old, new), *_fault_events(old, new), *_ready_event(old, new), *_warning_events(old, new)]
 
 
 def _scaled_event(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[WantedEvent]:
@@ -283,6 +286,19 @@ def _ready_event(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Wan
     before, after = _ready_of(old), _ready_of(new)
     if after and after["status"] == "True" and (before is None or before["status"] != "True"):
         yield WantedEvent("Normal", "Ready", after["message"][:MAX_EVENT_CHARS])
+
+
+def _warning_events(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[WantedEvent]:
+    known, found = _warnings(old), _warnings(new)
+    for reason in found.keys() - known.keys():
+        yield WantedEvent("Warning", reason, found[reason][:MAX_EVENT_CHARS])
+
+
+def _warnings(status: Mapping[str, Any]) -> dict[str, str]:
+    """Return the warnings in the message of Ready, by reason."""
+    ready = _ready_of(status)
+    texts = ready["message"].split(f"; {WARNING} ")[1:] if ready else []
+    return dict(text.split(": ", 1) for text in texts)
 
 
 def _ready_of(status: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -25,7 +25,7 @@ from pagemill_operator.backends.kubernetes.differences import (
     with_digest,
 )
 from pagemill_operator.backends.kubernetes.kinds import BY_NAME
-from pagemill_operator.backends.kubernetes.model_volume import is_loaded, outdated_jobs
+from pagemill_operator.backends.kubernetes.model_volume import is_loaded, orphaned_jobs, outdated_jobs
 from pagemill_operator.backends.kubernetes.observe import observe
 from pagemill_operator.backends.kubernetes.ownership import (
     Children,
@@ -138,10 +138,11 @@ class KubernetesCluster(Cluster):
         owner = self._known.owner(key)
         if owner is None or key not in self._plans:
             raise KeyError(key)
+        children = own_children(self._known.children(key), owner)
         return Snapshot(
             owner=owner,
-            children=own_children(self._known.children(key), owner),
-            pods=own_pods(self._known.pods(key), owner),
+            children=children,
+            pods=own_pods(self._known.pods(key), owner, children),
             num_gateways=len(self._known.gateways()),
             num_gateways_ready=self._known.num_gateways_ready(),
             conflict=self._known.conflict(key),
@@ -203,7 +204,9 @@ class KubernetesCluster(Cluster):
         """Make the changes that an apply cannot: replace Jobs, and scale Deployments that are not
         rendered.
         """
-        await writes.delete(outdated_jobs(plan, wanted, live))
+        outdated = list(outdated_jobs(plan, wanted, live))
+        await writes.delete(outdated)
+        await writes.adopt(orphaned_jobs(wanted, live, outdated))
         # While the model of a new spec is loaded, the Deployment of the earlier spec is not rendered but is still
         # scaled.
         rendered = {_at(manifest) for manifest in wanted}
@@ -229,7 +232,7 @@ class KubernetesCluster(Cluster):
 
     def _render(self, plan: Plan, owner: Manifest, live: Children) -> list[Manifest]:
         of = _owner(owner)
-        asked = (plan, of, self._make_context(of, is_loaded(plan, live)))
+        asked = (plan, of, self._make_context(of, is_loaded(plan, live, self._known.pods(plan.key))))
         known = self._rendered.get(plan.key)
         if known is not None and known[0] == asked:
             return known[1]

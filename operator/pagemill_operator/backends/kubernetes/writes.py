@@ -66,6 +66,11 @@ class Writes:
         """Set the replicas and the awake annotation on the version of the Deployment that they were decided on."""
         await self._noted(deployment, "scale", self._scaled(deployment, replicas, awake))
 
+    async def adopt(self, orphans: Iterable[tuple[Manifest, Manifest]]) -> None:
+        """Give each second object the owner of the first, on the version that was seen; its content stays."""
+        for manifest, orphan in orphans:
+            await self._noted(orphan, "adopt", self._adopted(manifest, orphan))
+
     async def rank(self, costs: Iterable[DeletionCost]) -> None:
         """Mark the pods to remove first. This is only a hint: an error is no fault of the deployment."""
         await asyncio.gather(*(self._ranked(cost) for cost in costs))
@@ -135,6 +140,15 @@ class Writes:
         kind, metadata = BY_NAME[manifest["kind"]], manifest["metadata"]
         await self._client.delete(kind, manifest)
         self._known.remove(kind.name, metadata["namespace"], metadata["name"], metadata["uid"])
+
+    async def _adopted(self, manifest: Manifest, orphan: Manifest) -> None:
+        kind, metadata = BY_NAME[orphan["kind"]], orphan["metadata"]
+        notes = {
+            "resourceVersion": metadata["resourceVersion"],
+            "ownerReferences": manifest["metadata"]["ownerReferences"],
+        }
+        answer = await self._client.merge(kind, metadata["namespace"], metadata["name"], {"metadata": notes})
+        self._known.put(kind.name, answer)
 
     async def _scaled(self, deployment: Manifest, replicas: int, awake: str | None) -> None:
         kind, metadata = BY_NAME[deployment["kind"]], deployment["metadata"]

@@ -80,6 +80,21 @@ def ended_cause(status: dict[str, Any]) -> Cause | None:
     return termination_cause(ended) if ended else None
 
 
+def ended_beside_cause(status: dict[str, Any], *, may_complete: bool) -> Cause | None:
+    """Return how a container that runs beside the main one last ended, or None if it never did or ended well.
+
+    `may_complete`: whether it may end before the main one does.
+    """
+    ended = status.get("state", {}).get("terminated") or status.get("lastState", {}).get("terminated")
+    if ended is None or ended.get("exitCode") != 0:
+        return ended_cause(status)
+    if may_complete:
+        return None
+    remedy = "make it an init container of spec.template, or let it run as long as the pod"
+    message = f"it has ended, and a pod is ready only while all of its containers run: {remedy}"
+    return Cause("ContainerCompleted", message)
+
+
 def termination_cause(ended: dict[str, Any]) -> Cause:
     reported = _reported(str(ended.get("message", "")))
     code = int(ended.get("exitCode", 0))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
 
-from pagemill_operator.backends.kubernetes.model_volume import is_loaded
+from pagemill_operator.backends.kubernetes.model_volume import is_loaded, left_running
 from pagemill_operator.backends.kubernetes.observe.cause import Cause
 from pagemill_operator.backends.kubernetes.observe.creation import not_applied, not_created
 from pagemill_operator.backends.kubernetes.observe.pods import observe_pod, runs_loader
 from pagemill_operator.backends.kubernetes.observe.scheduling import volume_message
+from pagemill_operator.backends.kubernetes.ownership import controls
 from pagemill_operator.backends.kubernetes.render.loader import loader_name
 from pagemill_operator.backends.kubernetes.render.names import (
     ENGINE,
@@ -50,9 +52,20 @@ def observe(snapshot: Snapshot, plan: Plan | None, now: datetime | None = None) 
         invalid=snapshot.invalid,
         fault=_fault(snapshot, loader),
         loader=loader,
+        warnings=tuple(_warnings(snapshot, plan)) if plan else (),
         progress=snapshot.progress,
         requeue_after_s=_requeue_after_s(snapshot, plan, now),
     )
+
+
+def _warnings(snapshot: Snapshot, plan: Plan) -> Iterator[Fault]:
+    if running := left_running(plan, snapshot.children, snapshot.pods):
+        remedy = (
+            "make it a native sidecar (an init container with restartPolicy: Always), or keep it out of the loader's "
+            "pod with its injector's label or annotation in spec.template.metadata"
+        )
+        message = f"the loader has finished, and {', '.join(running)} still runs, so that its Job never completes"
+        yield Fault("ModelLoaded", "FinishedButSidecarRuns", f"{message}: {remedy}")
 
 
 def _replicas(snapshot: Snapshot, plan: Plan | None, now: datetime | None) -> list[ReplicaObservation]:
@@ -81,10 +94,10 @@ def _loader(snapshot: Snapshot, plan: Plan, now: datetime | None) -> ReplicaObse
     name = loader_name(plan)
     if name is None:
         return None
-    if is_loaded(plan, snapshot.children):
+    if is_loaded(plan, snapshot.children, snapshot.pods):
         return None
     job = snapshot.child("Job", name)
-    pods = [pod for pod in snapshot.component_pods(LOADER) if pod["metadata"]["name"].startswith(f"{name}-")]
+    pods = [pod for pod in snapshot.component_pods(LOADER) if job is not None and controls(job, pod)]
     if pods:
         seen = _with_claim(snapshot, observe_pod(pods[-1], LOADER, "", _loader_process(plan)), now)
         if seen.live:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from pagemill_operator.backends.kubernetes.observe.cause import Cause
 from pagemill_operator.backends.kubernetes.observe.container import (
+    ended_beside_cause,
     ended_cause,
     lost_node_cause,
     unready_cause,
@@ -93,7 +94,12 @@ def _on_node(pod: Manifest, main: str, sleeps: bool) -> tuple[Phase, Cause | Non
             return "starting", _with_container_name(status, main, cause)
     for status in _container_statuses(pod):
         # An init container that has finished its work has ended well.
-        if not status.get("ready") and (cause := ended_cause(status)):
+        if status.get("ready"):
+            continue
+        if status["name"] == main and (cause := ended_cause(status)):
+            return "crashed", cause
+        # A loader's pod does not start a container again that has ended well.
+        if status["name"] != main and (cause := ended_beside_cause(status, may_complete=main == LOADER)):
             return "crashed", _with_container_name(status, main, cause)
     status = next((each for each in _container_statuses(pod) if each["name"] == main), {})
     if "running" not in status.get("state", {}):
