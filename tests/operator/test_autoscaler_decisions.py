@@ -11,10 +11,10 @@ from scaling_world import BLOCK_SIZE, BLOCKS, Scaled, arrivals, busy, engines, s
 
 from pagemill_crds.sections.autoscaling import AutoscalingSection
 from pagemill_operator.autoscaler.behavior import LONGEST_GAP_S
-from pagemill_operator.autoscaler.demand import PANIC_S, STARTS_S, DemandPolicy
+from pagemill_operator.autoscaler.demand import PANIC_S, DemandPolicy
 from pagemill_operator.autoscaler.memory import MAX_FLAPS, Memory
 from pagemill_operator.autoscaler.settings import Direction, Rule, ScalingSettings, Slo, settings_of
-from pagemill_operator.autoscaler.signals import Fleet
+from pagemill_operator.autoscaler.signals import STARTS_S, Fleet
 from pagemill_protocol.report.load import Arrivals, EnginesLoad, Lengths, QueueLoad
 
 KV = ScalingSettings("Active", 1, 10, kv_cache_usage=0.8, queue_depth=4)

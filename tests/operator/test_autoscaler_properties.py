@@ -14,7 +14,7 @@ from pagemill_operator.autoscaler.demand import DemandPolicy
 from pagemill_operator.autoscaler.memory import Memory
 from pagemill_operator.autoscaler.records import Record, decode_record, encode_record, replay
 from pagemill_operator.autoscaler.settings import Direction, ScalingSettings, Slo
-from pagemill_operator.autoscaler.signals import Fleet, GatewayReport, merge
+from pagemill_operator.autoscaler.signals import Activity, Fleet, GatewayReport, merge
 from pagemill_protocol.report.histogram import Histogram
 from pagemill_protocol.report.load import Arrivals, DeploymentLoad, EnginesLoad, Latencies, Lengths, QueueLoad
 from pagemill_protocol.report.state import StepTimeParams
@@ -176,3 +176,37 @@ def test_records_of_arbitrary_reports_can_be_read_and_replayed(reported: list[De
         decision, memory = DemandPolicy().decide(policy, seen, before)
         record = decode_record(encode_record(Record("ns/d", "", policy, seen, before, decision)))
         assert replay(record) == decision
+
+
+@settings(max_examples=num_examples(20), deadline=None)
+@given(
+    cold_start_s=st.integers(1, 120),
+    idle_s=st.integers(2, 150),
+    apart_s=st.integers(5, 300),
+    patience_s=st.integers(1, 200),
+    name=st.sampled_from(["Demand", "TargetTracking"]),
+)
+def test_a_replica_that_was_started_serves_for_an_idle_window(
+    cold_start_s: int, idle_s: int, apart_s: int, patience_s: int, name: str
+) -> None:
+    """Requests come at even times, wait for a replica, and leave when their patience ends."""
+    wanted = ScalingSettings("Active", 0, 1, kv_cache_usage=0.8, idle_s=idle_s, policy=name)
+    scaled = Scaled(wanted, replicas=0, cold_start_s=cold_start_s)
+    scaled.activity = Activity()
+    came = waiting_since = ready_since = None
+    for second in range(3 * (cold_start_s + apart_s)):
+        if second % apart_s == 0:
+            came, waiting_since = second, second if waiting_since is None else waiting_since
+        if scaled.ready:
+            ready_since, waiting_since = second if ready_since is None else ready_since, None
+        if waiting_since is not None and second - waiting_since >= patience_s:
+            waiting_since = None
+        queue = QueueLoad(num_requests=1, num_tokens=10) if waiting_since is not None else QueueLoad()
+        was_ready = scaled.ready
+        scaled.decide(arrivals=arrivals(0.0, idle_s=second - came), queue=queue)
+        if was_ready and not scaled.wanted:
+            assert second - ready_since >= idle_s
+            assert second - came >= idle_s
+        if not scaled.wanted:
+            ready_since = None
+        scaled.now += 1

@@ -13,7 +13,7 @@ from pagemill_operator.autoscaler.policy import ask
 from pagemill_operator.autoscaler.records import Record, decode_record, encode_record, replay
 from pagemill_operator.autoscaler.registry import find_policy
 from pagemill_operator.autoscaler.settings import ScalingSettings
-from pagemill_operator.autoscaler.signals import Fleet, Signals
+from pagemill_operator.autoscaler.signals import Activity, Fleet, Signals
 from pagemill_protocol.report.histogram import histogram_of
 from pagemill_protocol.report.load import Arrivals, EnginesLoad, Lengths, QueueLoad
 from pagemill_protocol.report.state import StepTimeParams
@@ -80,6 +80,8 @@ class Scaled:
         self.policy = find_policy(settings.policy)
         self.now = 1000.0
         self.memory = self.policy.memory_type()
+        self.activity: Activity | None = None
+        """With it, `idle_s` of the arrivals must follow the clock."""
         self.wanted = replicas
         self.cold_start_s = cold_start_s
         self.ready_at = [-math.inf] * replicas
@@ -109,6 +111,7 @@ class Scaled:
             load["arrivals"] = arrivals(load.pop("rate"), burst=load.pop("burst", None))
         known = {"engines": engines(self.ready, **shown), "fleet": fleet, "lengths": self.lengths}
         seen = signals(self.ready, at_s=self.now, **(known | load))
+        seen = seen if self.activity is None else self.activity.seen(seen)
         before = self.memory
         decision, self.memory = ask(self.policy, self.settings, seen, before)
         self.records.append(Record("ns/d", "2026-01-01T00:00:00Z", self.settings, seen, before, decision))

@@ -109,8 +109,8 @@ class AutoscalingSection(Section):
     """Latency objective, which the condition `SLOMet` compares with what clients observe. Policy `Demand` runs the
     fewest replicas that are predicted to meet it; `TargetTracking` does not scale by it."""
     scale_to_zero_after: Duration | None = None
-    """Time without requests after which the last replica is removed. Default: the duration of a start, at least 20
-    seconds and at most five minutes, and longer after requests came soon after a removal."""
+    """Time without requests, and since it became ready, after which the last replica is removed. Default: the duration
+    of a start, at least 20 seconds and at most five minutes, and longer after requests came soon after a removal."""
     behavior: Behavior | None = None
     """How fast replicas may be added and removed."""
 

@@ -32,9 +32,6 @@ PANIC_S = 60.0
 """Nothing is removed for this long after a burst."""
 BLIND_GROWTH = 2
 """Before lengths and step times are known, an SLO orders at most this many times the replicas that serve."""
-STARTS_S = 600.0
-COLD_STARTS = 2.0
-"""Nothing is removed while replicas start, for `STARTS_S` or this many times a usual start, whichever is longer."""
 
 
 class DemandPolicy:
@@ -143,9 +140,9 @@ def _step(settings: ScalingSettings, signals: Signals, memory: Memory, demand: _
     is_last_idle = needed == 0 and wanted == 1 and is_idle(signals, idle_s)
     if _panics(memory, now) and not is_last_idle:
         return _Step(wanted, "Panic", "nothing is removed within a minute of a burst")
-    if (starts_s := _longest_start_s(signals)) and signals.fleet.starting and signals.fleet.starting_s < starts_s:
-        message = f"{signals.fleet.starting} replicas start; none is removed meanwhile, for at most {starts_s:.0f} s"
-        return _Step(wanted, "ReplicasStarting", message)
+    if (fleet := signals.fleet).is_awaited:
+        limit = f"for at most {fleet.longest_start_s:.0f} s"
+        return _Step(wanted, "ReplicasStarting", f"{fleet.starting} replicas start; none is removed meanwhile, {limit}")
     if is_last_idle:
         return _allowed(settings, signals, memory, demand, 0)
     return _down(settings, signals, memory, demand)
@@ -192,7 +189,3 @@ def _allowed(settings: ScalingSettings, signals: Signals, memory: Memory, demand
 
 def _panics(memory: Memory, now: float) -> bool:
     return memory.panic_until_s is not None and now < memory.panic_until_s
-
-
-def _longest_start_s(signals: Signals) -> float:
-    return max(STARTS_S, COLD_STARTS * (signals.fleet.cold_start_s or 0.0))

@@ -24,6 +24,9 @@ from pagemill_protocol.report.load import (
 )
 from pagemill_protocol.report.state import COUNTS, EngineLoad, StepTimeParams
 
+STARTS_S = 600.0
+COLD_STARTS = 2.0
+"""Starting replicas are waited for this long, or this many times a usual start, whichever is longer."""
 ALIKE = 1.25
 """Replicas whose step times differ by at most this factor count as equal: they may have learned from other steps."""
 
@@ -68,6 +71,16 @@ class Fleet(msgspec.Struct, frozen=True):
         """Replicas that are ordered and not ready."""
         return self.loading + self.pending
 
+    @property
+    def longest_start_s(self) -> float:
+        """The time for which starting replicas are waited for; then the load alone decides."""
+        return max(STARTS_S, COLD_STARTS * (self.cold_start_s or 0.0))
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether replicas start, for no longer than that is waited for."""
+        return self.starting > 0 and self.starting_s < self.longest_start_s
+
 
 class Signals(msgspec.Struct, frozen=True):
     """Everything that is known at one time."""
@@ -83,6 +96,8 @@ class Signals(msgspec.Struct, frozen=True):
     arrivals: Arrivals = Arrivals()
     latencies: Latencies = Latencies()
     lengths: Lengths = Lengths()
+    active_s: float | None = None
+    """The time since there were requests or a first replica started (`Activity`); None: neither was seen."""
     replicas: tuple[EngineReport, ...] = msgspec.field(default=(), name="engine_reports")
     """The load of each engine, for policies whose `sees_replicas` is True."""
 
@@ -108,6 +123,11 @@ class Signals(msgspec.Struct, frozen=True):
         return self.engines.num_requests + self.queue.num_requests
 
     @property
+    def quiet_s(self) -> float:
+        """The time since the latest request arrived or ended, or the first replica became ready."""
+        return self.arrivals.idle_s if self.active_s is None else min(self.arrivals.idle_s, self.active_s)
+
+    @property
     def has_no_traffic(self) -> bool:
         """Whether no request runs or waits and none has arrived within the window of the arrivals."""
         return self.num_requests == 0 and self.arrivals.requests_per_s <= 0
@@ -116,6 +136,25 @@ class Signals(msgspec.Struct, frozen=True):
     def num_waiting(self) -> int:
         """Requests that wait in gateways and engines."""
         return self.engines.num_requests_waiting + self.queue.num_requests
+
+
+class Activity:
+    """When a deployment was last active, so that a replica that was started serves for an idle window at least, even
+    if the request for which it was started did not wait for it.
+    """
+
+    def __init__(self) -> None:
+        self._at_s: float | None = None
+        self._was_ready = True
+
+    def seen(self, signals: Signals) -> Signals:
+        """Return the signals with the time since the latest activity."""
+        fleet, was_ready = signals.fleet, self._was_ready
+        self._was_ready = fleet.ready > 0
+        if signals.num_requests or (fleet.ready and not was_ready) or (fleet.is_awaited and not fleet.ready):
+            self._at_s = signals.at_s
+        active_s = None if self._at_s is None else signals.at_s - self._at_s
+        return msgspec.structs.replace(signals, active_s=active_s)
 
 
 class GatewayReport(msgspec.Struct, frozen=True):

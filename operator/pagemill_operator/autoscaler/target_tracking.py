@@ -86,7 +86,7 @@ def _goals(settings: ScalingSettings, signals: Signals) -> Iterator[Goal]:
 
 def _requests(settings: ScalingSettings, signals: Signals) -> Goal:
     """Return the goal of the requests: one replica, or none while the deployment is idle or at zero without any."""
-    missing, idle_s = signals.missing, signals.arrivals.idle_s
+    missing, idle_s = signals.missing, signals.quiet_s
     if is_idle(signals, settings.idle_s):
         return Goal("requests", 0, 0, f"no request for {idle_s:.0f} s")
     if not signals.fleet.wanted and not signals.num_requests:

@@ -33,7 +33,7 @@ def goals(
 
 def is_idle(signals: Signals, idle_s: float) -> bool:
     """Whether all gateways and engines report that there was no request for `idle_s` seconds."""
-    return not signals.missing and signals.num_requests == 0 and signals.arrivals.idle_s >= idle_s
+    return not signals.missing and signals.num_requests == 0 and signals.quiet_s >= idle_s
 
 
 def _requests(signals: Signals, idle_s: float) -> Goal:
@@ -44,10 +44,10 @@ def _requests(signals: Signals, idle_s: float) -> Goal:
     if signals.num_requests:
         return Goal("requests", 1, 1, f"{signals.num_requests} requests are in the system", missing)
     if is_idle(signals, idle_s):
-        return Goal("requests", 0, 0, f"no request for {signals.arrivals.idle_s:.0f} s")
+        return Goal("requests", 0, 0, f"no request for {signals.quiet_s:.0f} s")
     # A gateway that has just started reports a short time without requests: that keeps a replica and starts none.
     needed = min(1, signals.fleet.wanted)
-    return Goal("requests", needed, needed, f"the latest request was {signals.arrivals.idle_s:.0f} s ago", missing)
+    return Goal("requests", needed, needed, f"the latest request or start was {signals.quiet_s:.0f} s ago", missing)
 
 
 def _kv_cache(settings: ScalingSettings, signals: Signals, shape: Shape | None, expected: ExpectedLoad) -> Goal:

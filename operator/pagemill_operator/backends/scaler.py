@@ -19,7 +19,7 @@ from pagemill_operator.autoscaler.policy import ScalingPolicy, ask
 from pagemill_operator.autoscaler.records import Record
 from pagemill_operator.autoscaler.registry import find_policy
 from pagemill_operator.autoscaler.settings import ScalingSettings
-from pagemill_operator.autoscaler.signals import Fleet, GatewayReport, Signals, merge
+from pagemill_operator.autoscaler.signals import Activity, Fleet, GatewayReport, Signals, merge
 from pagemill_operator.backends.start_durations import StartDurations
 from pagemill_operator.status.observation import Observation, ScalingState
 from pagemill_protocol.report.histogram import Histogram
@@ -42,6 +42,7 @@ class _Scaled:
     memory: Any
     """The policy's memory."""
     starts: StartDurations = field(default_factory=StartDurations)
+    activity: Activity = field(default_factory=Activity)
     records: deque[Record] = field(default_factory=lambda: deque(maxlen=NUM_KEPT_RECORDS))
     settings: ScalingSettings | None = None
     signals: Signals | None = None
@@ -98,13 +99,14 @@ class Scaler:
         now = self._clock()
         scaled.starts.observe(seen.current(), now)
         scaled.starts.reported(start for report in reports for start in report.load.starts)
-        signals = merge(
+        merged = merge(
             reports,
             _fleet(scaled, seen, now),
             num_gateways=num_gateways,
             at_s=now,
             has_replicas=scaled.policy.sees_replicas,
         )
+        signals = scaled.activity.seen(merged)
         before = scaled.memory
         decision, scaled.memory = ask(scaled.policy, settings, signals, before)
         record = Record(key, self._now().strftime("%Y-%m-%dT%H:%M:%SZ"), settings, signals, before, decision)

@@ -20,7 +20,7 @@ from pagemill_gateway.brain.brain import LocalBrain
 from pagemill_gateway.brain.interface import FailureKind
 from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.processes.garbage_collection import MIDDLE_ROUNDS, NEW_OBJECTS, YOUNG_ROUNDS
-from pagemill_operator.autoscaler.signals import GatewayReport, merge
+from pagemill_operator.autoscaler.signals import Activity, GatewayReport, merge
 from pagemill_protocol.catalog import Catalog, CatalogAdapter, CatalogModel, Endpoint
 from pagemill_protocol.report.load import DeploymentLoad, EngineReport
 from pagemill_protocol.report.state import StateFrame
@@ -110,6 +110,7 @@ class _Fleet:
     ) -> None:
         self._workload = workload
         self._adapters = [CatalogAdapter(name=each, digest=each) for each in adapters]
+        self._activity = Activity()
         self._settings = settings
         self._policy = policy
         self._progress = progress
@@ -318,7 +319,9 @@ class _Fleet:
             num_prompt_tokens_arrived=self._num_prompt_tokens,
             num_output_tokens_made=self._num_made_by_gone
             + sum(each.engine.num_output_tokens for each in self._pod_runs.values()),
-            signals=merge([GatewayReport(load)], self._platform.fleet(load.starts), num_gateways=1, at_s=now),
+            signals=self._activity.seen(
+                merge([GatewayReport(load)], self._platform.fleet(load.starts), num_gateways=1, at_s=now)
+            ),
         )
 
     def _pod_snapshot(self, pod: Pod) -> PodSnapshot:
