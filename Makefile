@@ -56,7 +56,7 @@ up: .venv/.runnable ## Install what runs, then serve FILE (default: examples/llm
 	$(BIN)/pagemill up -f $(FILE)
 
 .PHONY: chat
-chat: .venv/.installed ## Talk to the model that `make up` serves, from a second terminal
+chat: .venv/.runnable ## Talk to the model that `make up` serves, from a second terminal
 	$(BIN)/pagemill chat
 
 ##@ Develop

@@ -73,8 +73,8 @@ def simulated() -> Callable[..., dict[str, Any]]:
 @pytest.fixture
 def environment() -> Iterator[dict[str, str]]:
     """Return the environment with a new runtime folder whose path is short enough for sockets."""
-    with tempfile.TemporaryDirectory(prefix="pm-test-") as folder:
-        yield {**os.environ, "XDG_RUNTIME_DIR": folder, "COLUMNS": "200"}
+    with tempfile.TemporaryDirectory(prefix="pm-test-") as folder, tempfile.TemporaryDirectory() as state:
+        yield {**os.environ, "XDG_RUNTIME_DIR": folder, "XDG_STATE_HOME": f"{state}", "COLUMNS": "200"}
 
 
 @pytest.fixture

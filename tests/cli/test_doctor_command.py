@@ -123,6 +123,17 @@ def test_engines_of_a_running_up_are_checked(machine: Path, answers: Any) -> Non
     assert "serves no metrics" in found["sim-1"]["message"]
 
 
+def test_the_gateways_of_two_running_ups_are_told_apart(machine: Path, answers: Any) -> None:
+    answers.by_path["/metrics"] = gateway_metrics()
+    states = [running(machine, (answers.address, "")), running(machine, ("127.0.0.1:9", ""))]
+    _, found = findings()
+    for state in states:
+        state.remove()
+    assert found[f"gateway {answers.address}"]["message"] == "ready"
+    assert found["gateway 127.0.0.1:9"]["level"] == "error"
+    assert "gateway" not in found
+
+
 def test_an_engine_of_another_version_is_an_error(machine: Path, answers: Any) -> None:
     answers.by_path["/metrics"] = engine_metrics(of_version="0.0.9")
     state = running(machine, (answers.address, "sim-0"))

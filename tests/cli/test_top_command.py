@@ -178,3 +178,14 @@ def test_on_a_terminal_the_table_is_updated_until_interrupted(up: StateDir, alon
                 pass
         assert process.wait(WAIT_LIMIT_S) == 0
     os.close(master)
+
+
+@pytest.mark.parametrize("width", [80, 100, 200])
+def test_the_table_fits_the_terminal(width: int) -> None:
+    row = PodRow(
+        "default/a-deployment", "a-deployment-engine-7d9f5c-abcde", "SmolLM2-135M-Instruct", "ready", 0.5, 3, 2
+    )
+    lines = as_table("here", [row], width).splitlines()
+    assert max(map(len, lines[1:])) <= width
+    assert "abcde" in lines[-1]
+    assert ("a-deployment-engine-7d9f5c-abcde" in lines[-1]) == (width == 200)

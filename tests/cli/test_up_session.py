@@ -8,7 +8,6 @@ import os
 import pty
 import re
 import select
-import shlex
 import signal
 import socket
 import subprocess
@@ -31,7 +30,7 @@ from waiting import START_LIMIT_S, WAIT_LIMIT_S, busy_factor, wait_until
 
 from pagemill.main import app
 from pagemill.up.loading import load_files
-from pagemill.up.screen import PlainScreen
+from pagemill.up.screen import PlainScreen, TerminalScreen
 from pagemill.up.session import Session, UpRequest, run_up
 from pagemill_operator.backends.local import LocalSettings
 
@@ -270,11 +269,36 @@ def test_the_shown_request_and_the_batch_of_the_how_to_work_until_the_terminal_c
     assert_nothing_is_left(environment, pids, base_port(shown.text))
 
 
+def test_a_gpu_that_is_not_there_is_named_at_once(
+    write: Write, simulated: Simulated, pagemill: Run, environment: dict[str, str]
+) -> None:
+    file = write("gpu.yaml", simulated(resources={"gpus": 1}))
+    environment["CUDA_VISIBLE_DEVICES"] = ""
+    result = pagemill("up", "-f", file, "--port", "0")
+    assert result.returncode == 2
+    assert "spec.resources.gpus is 1, but this machine has no NVIDIA GPU" in result.stderr
+
+
+def test_the_logs_of_the_last_run_stay(write: Write, simulated: Simulated, pagemill: Run, environment) -> None:
+    result = pagemill("up", "-f", write("sim.yaml", simulated()), "--port", "0")
+    kept = Path(environment["XDG_STATE_HOME"]) / "pagemill" / "logs"
+    assert f"at the end in {kept}" in result.stdout
+    assert {"gateway.log", "sim-0.log"} <= {each.name for each in kept.iterdir()}
+
+
+def test_what_a_terminal_shows_is_what_was_said(capsys: pytest.CaptureFixture[str]) -> None:
+    TerminalScreen().line("curl http://a \\")
+    TerminalScreen().warn("[red]x[/red] \\")
+    assert capsys.readouterr().out == "curl http://a \\\nwarning: [red]x[/red] \\\n"
+
+
 def _try_what_is_shown(shown: Terminal) -> None:
     command = cast(re.Match[str], re.search(r"Try +(curl .*\n.*)\n", shown.text)).group(1)
-    words = shlex.split(command.replace("\\\n", " "))
-    assert words[-2] == "-d"
-    body = json.loads(words[-1])
+    answered = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=WAIT_LIMIT_S)
+    assert json.loads(answered.stdout)["choices"], answered.stderr
+    body = json.loads(cast(re.Match[str], re.search("-d '(.*)'", command)).group(1))
+    logs = Path(cast(re.Match[str], re.search(r"Logs +(\S+)/\*\.log", shown.text)).group(1))
+    assert [each.name for each in sorted(logs.glob("*.log"))] == ["gateway.log", "sim-0.log"]
     status = cast(re.Match[str], re.search(r"http://\S+/status", shown.text)).group(0)
     file = Path(cast(re.Match[str], re.search(r"Control token +(\S+)", shown.text)).group(1))
     assert file.stat().st_mode & 0o777 == 0o600
@@ -366,5 +390,5 @@ def test_with_keep_the_command_serves_until_sigterm_and_why_replays_its_decision
     assert body["recordedBy"] == f"`pagemill up` (process {process.pid})"
     assert "ScaledToZero" in [record["decision"]["reason"] for record in body["records"]]
     assert all(each["same"] for each in body["replays"])
-    assert "`pagemill up` on this machine has scaling decisions of default/sim" in other.stderr
+    assert "it serves default/sim" in other.stderr
     assert_nothing_is_left(environment, pids, base_port("".join(said)))

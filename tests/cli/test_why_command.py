@@ -180,6 +180,18 @@ def test_the_records_of_a_running_up_are_read_from_its_folder(alone: Path) -> No
         folder.remove()
 
 
+def test_an_unknown_name_lists_those_that_are_served(alone: Path) -> None:
+    state = StateDir(alone)
+    state.write_records(encode_record(record) for record in decided())
+    state.write_targets([{"targets": ["127.0.0.1:1"], "labels": {"pod": "p", "variant": "default/chat"}}])
+    try:
+        result = why("nope")
+        assert result.exit_code == 2
+        assert "serves no nope; it serves default/chat, ns/d" in result.stderr
+    finally:
+        state.remove()
+
+
 def test_text_of_a_record_cannot_control_the_terminal(tmp_path: Path) -> None:
     path = tmp_path / "records.jsonl"
     path.write_bytes(encode_record(decided()[0]).replace(b'"message":"', rb'"message":"\u001b[2J'))

@@ -199,3 +199,26 @@ def test_examples_are_valid_and_can_be_planned(example: Path) -> None:
         found = [each for each in found if each.get("kind") == "LLMDeployment"]
     for document in found:
         assert make_plan(LLMDeployment.model_validate(document)).key
+
+
+INSTALLED_BY = {
+    "openai": "openai",
+    "anthropic": "anthropic",
+    "instructor": "instructor",
+    "langchain_openai": "langchain-openai",
+    "ollama": "ollama",
+    "text_generation": "text-generation",
+    "tritonclient": "tritonclient[http]",
+}
+"""What a reader installs for the modules that examples import; other modules come with Pagemill or with these."""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_examples_install_what_they_import_and_name_the_model_that_make_up_serves(page: Path) -> None:
+    text = page.read_text("utf-8")
+    for block in re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        modules = {each.partition(".")[0] for each in re.findall(r"^(?:from|import) ([\w.]+)", block, re.MULTILINE)}
+        for module in modules & INSTALLED_BY.keys():
+            assert re.search(rf"pip install '?{re.escape(INSTALLED_BY[module])}", text), f"{module} is not installed"
+        if "127.0.0.1:8080" in block:
+            assert set(re.findall(r'model="([^"]+)"', block)) <= {"smollm2"}

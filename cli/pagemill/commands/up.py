@@ -73,7 +73,7 @@ class UpCommand(CommandWithOptions):
 
         from pagemill.up.loading import load_files
         from pagemill.up.screen import make_screen, report_errors
-        from pagemill.up.session import run_up
+        from pagemill.up.session import missing_for, run_up
 
         result = load_files(self.files)
         if result.findings:
@@ -84,7 +84,11 @@ class UpCommand(CommandWithOptions):
         except ValueError as error:
             report_errors([str(error)])
             raise typer.Exit(2) from None
-        raise typer.Exit(asyncio.run(run_up(self.request(), result.loaded, make_screen())))
+        request = self.request()
+        if missing := list(missing_for(result.loaded, request.settings)):
+            report_errors(missing)
+            raise typer.Exit(2)
+        raise typer.Exit(asyncio.run(run_up(request, result.loaded, make_screen())))
 
     def request(self) -> UpRequest:
         """Return what the options ask for."""
@@ -92,6 +96,7 @@ class UpCommand(CommandWithOptions):
 
         from pagemill.up.session import UpRequest
         from pagemill_operator.backends.local import LocalSettings
+        from pagemill_servers.process.settings import logs_folder
 
         settings = LocalSettings(
             host=self.host,
@@ -100,6 +105,7 @@ class UpCommand(CommandWithOptions):
             allowed_hosts=tuple(self.allowed_host or ()),
             batches_directory=self.batches_directory,
             gateway_workers=self.gateway_workers,
+            logs_folder=logs_folder(),
         )
         return UpRequest(self.files, self.keep, psutil.Process().create_time(), settings, self.dashboards)
 

@@ -92,10 +92,13 @@ def _find(
 
     from pagemill.why.cluster import from_cluster
 
+    served = names_on_this_machine(here) if context is None and kubeconfig is None else []
     try:
         return asyncio.run(from_cluster(name, namespace, context, kubeconfig))
     except WhyError as error:
-        if context is not None or kubeconfig is not None:
+        if not served:
             raise
-        names = ", ".join(names_on_this_machine(here)) or "nothing"
-        raise WhyError(f"{error}; `pagemill up` on this machine has scaling decisions of {names}") from None
+        raise WhyError(
+            f"`pagemill up` on this machine serves no {name}; it serves {', '.join(served)}. Nor is it found in a "
+            f"cluster: {error}"
+        ) from None

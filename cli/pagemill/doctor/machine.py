@@ -36,7 +36,7 @@ async def look_at_machine(settings: LocalSettings) -> list[CheckResult]:
     targets = local_targets(settings.runtime_folder)
     texts = await asyncio.gather(*(asyncio.to_thread(_scrape, target) for target in targets))
     for target, text in zip(targets, texts, strict=True):
-        found += engine(target, text) if "pod" in target["labels"] else gateway(text)
+        found += engine(target, text) if "pod" in target["labels"] else gateway(text, _gateway_name(target, targets))
     return found
 
 
@@ -90,12 +90,18 @@ def engine(target: ScrapeTarget, text: str) -> Iterator[CheckResult]:
         yield CheckResult("error", name, message, "restart `pagemill up`")
 
 
-def gateway(text: str) -> Iterator[CheckResult]:
+def _gateway_name(target: ScrapeTarget, targets: list[ScrapeTarget]) -> str:
+    """Return `gateway`, with its control port where several `pagemill up` run."""
+    is_only = sum("pod" not in each["labels"] for each in targets) == 1
+    return "gateway" if is_only else f"gateway {target['targets'][0]}"
+
+
+def gateway(text: str, name: str = "gateway") -> Iterator[CheckResult]:
     samples = _samples(text)
     if not _value(samples, metrics.GATEWAY_READY.name):
-        yield CheckResult("error", "gateway", "accepts no requests", "see the output of `pagemill up`")
+        yield CheckResult("error", name, "accepts no requests", "see the output of `pagemill up`")
         return
-    yield ok("gateway", "ready")
+    yield ok(name, "ready")
     redis = [each.value for each in samples if each.name == metrics.GATEWAY_REDIS_UP.name]
     if not redis:
         yield ok("Redis", "is not configured: the gateway counts limits alone")

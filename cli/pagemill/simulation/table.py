@@ -112,6 +112,8 @@ def as_table(plan: Plan, workload: Workload, slo: Slo, simulated: Sequence[Simul
     lines += [f"  {line}" for line in columns(_properties(workload, simulated))]
     lines += ["", *columns([head, *rows]), ""]
     lines.append(f"Times in ms{f'; the SLO is {aims}' if aims else ''}. {_method(figures)}")
+    if any(each.num_refused for each in figures):
+        lines.append("REFUSED: the queue was full, or a request waited longer than spec.routing.queue allows.")
     return printable("\n".join(lines))
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from pagemill.columns import columns
+from pagemill.columns import GAP, columns
 from pagemill.printable import printable
 from pagemill.top.reading import PodRow, Reading, row_of
 from pagemill.top.sources import find_source
@@ -51,7 +51,9 @@ async def follow(
     with Live(console=Console(highlight=False, emoji=False), screen=True, auto_refresh=False) as live:
         async with aclosing(found):
             async for where, rows in found:
-                live.update(Text(as_table(where, rows), no_wrap=True, overflow="ellipsis"), refresh=True)
+                live.update(
+                    Text(as_table(where, rows, live.console.width), no_wrap=True, overflow="ellipsis"), refresh=True
+                )
 
 
 def _by_pod(readings: list[Reading]) -> dict[tuple[str, str], Reading]:
@@ -59,19 +61,40 @@ def _by_pod(readings: list[Reading]) -> dict[tuple[str, str], Reading]:
 
 
 HEAD = ["DEPLOYMENT", "POD", "PHASE", "KV", "RUNNING", "WAITING", "TOKENS/S", "TTFT", "MODEL"]
+TEXTS = (0, 1, len(HEAD) - 1)
+"""The columns that are shortened where the terminal is too narrow."""
+LEAST_CHARS = 8
 
 
 def as_json(where: str, rows: Sequence[PodRow]) -> str:
     return json.dumps({"readFrom": where, "engines": [asdict(row) for row in rows]}, indent=1)
 
 
-def as_table(where: str, rows: Sequence[PodRow]) -> str:
+def as_table(where: str, rows: Sequence[PodRow], width: int | None = None) -> str:
+    """Return the table; names are shortened to fit into `width` characters."""
     total = sum(row.tokens_per_s or 0.0 for row in rows)
     waiting = sum(row.waiting or 0.0 for row in rows)
     count = "1 engine" if len(rows) == 1 else f"{len(rows)} engines"
     lines = [f"{where}: {count}, {total:.0f} tokens/s, {waiting:.0f} requests waiting in engines", ""]
-    lines += columns([HEAD, *map(_cells, rows)])
+    lines += columns(_fitted([HEAD, *map(_cells, rows)], width))
     return printable("\n".join(lines))
+
+
+def _fitted(rows: list[list[str]], width: int | None) -> list[list[str]]:
+    """Shorten the longest names, at their beginning, until the lines fit."""
+    if width is None:
+        return rows
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    while sum(widths) + len(GAP) * (len(widths) - 1) > width:
+        at = max(TEXTS, key=widths.__getitem__)
+        if widths[at] <= LEAST_CHARS:
+            break
+        widths[at] -= 1
+    return [[_last_chars(cell, most) for cell, most in zip(row, widths, strict=True)] for row in rows]
+
+
+def _last_chars(text: str, most: int) -> str:
+    return text if len(text) <= most else f"…{text[len(text) - most + 1 :]}"
 
 
 def _cells(row: PodRow) -> list[str]:

@@ -11,7 +11,6 @@ from typing import Protocol
 
 from rich.console import Console
 from rich.live import Live
-from rich.markup import escape
 from rich.spinner import Spinner
 from rich.text import Text
 
@@ -64,14 +63,14 @@ class TerminalScreen:
         self._live: Live | None = None
 
     def line(self, text: str) -> None:
-        self._console.print(_plain(text))
+        self._console.print(Text(printable(text)))
 
     def warn(self, text: str) -> None:
-        self._console.print(f"[yellow]warning:[/yellow] {_plain(text)}")
+        self._console.print(Text.assemble(("warning:", "yellow"), " ", printable(text)))
 
     def stream(self, text: str) -> None:
         self.status("")
-        self._console.print(_plain(text), end="")
+        self._console.print(Text(printable(text)), end="")
 
     def status(self, text: str) -> None:
         if not text:
@@ -99,11 +98,6 @@ def report_errors(lines: Iterable[str]) -> None:
     for line in lines:
         sys.stderr.write(f"error: {printable(line)}\n")
     sys.stderr.flush()
-
-
-def _plain(text: str) -> str:
-    """Return the text without control characters, escaped so that rich finds no markup in it."""
-    return escape(printable(text))
 
 
 def _write(text: str) -> None:

@@ -14,6 +14,7 @@ import secrets
 import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 from pagemill.up.answer import QUESTION, AnswerError, NoChatError, ask
@@ -26,6 +27,8 @@ from pagemill_operator.backends.local.load import MachineLoad
 from pagemill_operator.plan import Plan
 from pagemill_operator.status.conditions import Finding, find_conditions
 from pagemill_servers.auth import hash_key
+from pagemill_servers.keys.file import KeysFileError, check_keys_file
+from pagemill_servers.secrets.secret_file import CHECK_INTERVAL_S
 
 logger = logging.getLogger("pagemill.up")
 
@@ -203,6 +206,8 @@ class Session:
         if control_url:
             self._screen.line(f"Status, metrics   {control_url}/status  {control_url}/metrics")
             self._screen.line(f"Control token     {self._backend.gateway.token_path}")
+        kept = self._request.settings.logs_folder
+        self._screen.line(f"Logs              {self._backend.folder}/*.log{f'; at the end in {kept}' if kept else ''}")
         self._screen.line(
             f"Try               curl {base_url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\"
         )
@@ -232,6 +237,8 @@ class Session:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._follow_files())
+                if self._request.settings.api_keys_file is not None:
+                    tasks.create_task(self._follow_keys(self._request.settings.api_keys_file))
                 if self._screen.interactive:
                     tasks.create_task(self._show_load())
         except BaseExceptionGroup as errors:
@@ -253,10 +260,20 @@ class Session:
             # For example, no inotify watches are left. Serving must go on.
             self._screen.warn(f"edits of the file are not noticed ({error}); restart `pagemill up` to apply them")
 
+    async def _follow_keys(self, path: Path) -> None:
+        """Warn when the file of API keys becomes invalid, because the keys known before stay in use."""
+        shown = ""
+        while True:
+            fault = await asyncio.to_thread(_fault_of, path)
+            if fault and fault != shown:
+                self._screen.warn(f"{fault}; the keys known before stay in use")
+            shown = fault
+            await asyncio.sleep(CHECK_INTERVAL_S)
+
     async def _apply_edit(self) -> None:
         result = load_files(self._request.files, self._loaded)
-        if result.findings:
-            report_errors(str(finding) for finding in result.findings)
+        if faults := [*map(str, result.findings), *missing_for(result.loaded, self._request.settings)]:
+            report_errors(faults)
             self._screen.warn("the edit has errors and is not applied; everything runs on unchanged")
             return
         changes = describe_changes(self._loaded, result.loaded)
@@ -299,6 +316,28 @@ class Session:
         finding = self._finding(plan, "Ready")
         why = "" if finding.status == "True" else f" ({finding.message})"
         return f"{plan.name} {ready}/{wanted} ready{why}"
+
+
+def _fault_of(path: Path) -> str:
+    """Return what is wrong with a file of API keys; empty if nothing is."""
+    try:
+        check_keys_file(path)
+    except KeysFileError as error:
+        return str(error)
+    return ""
+
+
+def missing_for(loaded: Sequence[Loaded], settings: LocalSettings) -> Iterator[str]:
+    """Yield what this machine lacks for the deployments: a GPU, or torch, which computes on it."""
+    for item in loaded:
+        gpus = item.plan.gpus_per_replica
+        if not gpus:
+            continue
+        where = f"{item.document.file}: {item.plan.name}: spec.resources.gpus is {gpus}, but"
+        if not settings.gpus:
+            yield f"{where} this machine has no NVIDIA GPU that CUDA sees; set it to 0 to compute on the CPU"
+        elif find_spec("torch") is None:
+            yield f"{where} torch is not installed; install `pagemill[torch]`, or set it to 0 to compute on the CPU"
 
 
 def notes_of(loaded: Sequence[Loaded]) -> Iterator[str]:

@@ -43,20 +43,24 @@ def from_this_machine(runtime_folder: Path, name: str, namespace: str | None) ->
 
 
 def names_on_this_machine(runtime_folder: Path) -> list[str]:
-    """Return the keys of the deployments that have decisions on this machine."""
-    return sorted({record.key for backend in running(runtime_folder) for record in _records_of(backend)})
+    """Return the keys of the deployments that a `pagemill up` serves, or has decided about, on this machine."""
+    decided = {record.key for backend in running(runtime_folder) for record in _records_of(backend)}
+    return sorted(decided | {key for _, key in _served(runtime_folder)})
 
 
 def served_on_this_machine(runtime_folder: Path, name: str, namespace: str | None) -> int | None:
     """Return the process id of the `pagemill up` that serves the deployment; None if there is none."""
+    return next((pid for pid, key in _served(runtime_folder) if _is_meant(key, name, namespace)), None)
+
+
+def _served(runtime_folder: Path) -> Iterator[tuple[int, str]]:
+    """Yield the process id of each `pagemill up`, and the key of each deployment that it serves."""
     for backend in running(runtime_folder):
         try:
             targets = json.loads((backend.folder / TARGETS_FILE).read_bytes())
         except (OSError, ValueError):
             continue  # this `pagemill up` is starting or has just exited
-        if any(_is_meant(each["labels"].get("variant", ""), name, namespace) for each in targets):
-            return backend.pid
-    return None
+        yield from ((backend.pid, each["labels"]["variant"]) for each in targets if "variant" in each["labels"])
 
 
 def from_file(path: Path, name: str, namespace: str | None) -> FoundRecords:

@@ -45,6 +45,12 @@ def full_disk_message(error: OSError) -> str | None:
     return f"Cannot write to {where}: {error.strerror}. Free space there, or set TMPDIR to a folder on another disk."
 
 
+def logs_folder() -> Path:
+    """Return the folder in which the logs of the last `pagemill up` stay."""
+    state = Path(os.environ.get("XDG_STATE_HOME", ""))
+    return (state if state.is_absolute() else Path.home() / ".local" / "state") / "pagemill" / "logs"
+
+
 def runtime_folder() -> Path:
     """Return `$XDG_RUNTIME_DIR`, which only this user can read and a reboot empties, or else the temporary folder."""
     folder = Path(os.environ.get("XDG_RUNTIME_DIR", ""))

@@ -95,7 +95,7 @@ class LocalBackend(Cluster):
         settings = self._settings
         self._started_s = time.monotonic()
         ensure_bindable(settings.host, settings.port)
-        self._state_dir = StateDir(settings.runtime_folder)
+        self._state_dir = StateDir(settings.runtime_folder, settings.logs_folder)
         # No proxy is used: everything is on this machine.
         self._session = aiohttp.ClientSession(trust_env=False)
         self.gateway = LocalGateway(

@@ -31,6 +31,9 @@ class LocalSettings:
     """Interpreter that runs engines and gateway."""
     runtime_folder: Path = field(default_factory=runtime_folder)
     """Folder in which the private state folder is created."""
+    logs_folder: Path | None = None
+    """Folder in which the logs stay when the backend has stopped, each time in place of the earlier ones; None: they
+    are removed."""
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     """Environment that the processes start from."""
     cores: int = field(default_factory=usable_cores)

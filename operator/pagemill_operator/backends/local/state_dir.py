@@ -38,9 +38,10 @@ class ScrapeTarget(TypedDict):
 class StateDir:
     """A folder that only this user can read (0700; files 0600)."""
 
-    def __init__(self, parent: Path) -> None:
-        """Create the folder. Raise `BackendError` if that is not possible."""
-        remove_abandoned(parent)
+    def __init__(self, parent: Path, logs_folder: Path | None = None) -> None:
+        """Create the folder. Raise `BackendError` if that is not possible. `logs_folder` keeps the logs at the end."""
+        self._logs_folder = logs_folder
+        remove_abandoned(parent, logs_folder)
         try:
             self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
             self._lock = self._take_lock()
@@ -70,6 +71,7 @@ class StateDir:
         return self.path / f"{name}.log"
 
     def remove(self) -> None:
+        _keep_logs(self.path, self._logs_folder)
         shutil.rmtree(self.path, ignore_errors=True)
         self._lock.close()
 
@@ -93,10 +95,23 @@ class StateDir:
         return file
 
 
-def remove_abandoned(parent: Path) -> None:
-    """Remove this user's folders whose backend no longer runs."""
+def _keep_logs(folder: Path, logs_folder: Path | None) -> None:
+    """Keep the logs of a backend that has ended, in place of those of the one before."""
+    if logs_folder is None:
+        return
+    with contextlib.suppress(OSError):  # an unwritable home must not keep the backend from stopping
+        logs_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for old in logs_folder.glob("*.log*"):
+            old.unlink()
+        for log in folder.glob("*.log*"):
+            shutil.copy(log, logs_folder / log.name)
+
+
+def remove_abandoned(parent: Path, logs_folder: Path | None = None) -> None:
+    """Remove this user's folders whose backend no longer runs; the last one's logs are kept in `logs_folder`."""
     for folder in parent.glob(f"{PREFIX}*"):
         if _own(folder) and _abandoned(folder):
+            _keep_logs(folder, logs_folder)
             shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -124,7 +124,7 @@ class Supervisor:
             self._child.kill()
 
     async def end(self, timeout_s: float) -> None:
-        """Send SIGTERM, wait at most `timeout_s` seconds, kill the process, and drop its log."""
+        """Send SIGTERM, wait at most `timeout_s` seconds, and kill the process."""
         if not self._ending.is_set():
             self.announce_end()
         if self._child:
@@ -136,7 +136,6 @@ class Supervisor:
             # The process may have been started during the lines above.
             await self._child.end(timeout_s)
         self.launch = None
-        self._state_dir.log_path(self.name).unlink(missing_ok=True)
         self._set("gone", "", "")
 
     async def _supervise(self) -> None:
