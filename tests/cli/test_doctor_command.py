@@ -123,7 +123,7 @@ def test_engines_of_a_running_up_are_checked(machine: Path, answers: Any) -> Non
     assert "serves no metrics" in found["sim-1"]["message"]
 
 
-def test_the_gateways_of_two_running_ups_are_told_apart(machine: Path, answers: Any) -> None:
+def test_the_gateways_of_two_running_ups_are_distinguished(machine: Path, answers: Any) -> None:
     answers.by_path["/metrics"] = gateway_metrics()
     states = [running(machine, (answers.address, "")), running(machine, ("127.0.0.1:9", ""))]
     _, found = findings()

@@ -56,10 +56,10 @@ def _generator(options: Traffic, choice: str) -> Generator:
     if options.skip_broken:
         raise PlanError("--skip-broken: applies to traces only; remove it")
     name, parameters = split_choice(choice)
-    for option, name_of, value in (("--rps", "rate", options.rps), ("--duration", "duration_s", options.duration)):
-        if value is not None and name_of in parameters:
+    for option, parameter, given in (("--rps", "rate", options.rps), ("--duration", "duration_s", options.duration)):
+        if given is not None and parameter in parameters:
             raise PlanError(
-                f"{option} {value}: --workload sets {name_of}={parameters[name_of]} already; remove one of them"
+                f"{option} {given}: --workload sets {parameter}={parameters[parameter]} already; remove one of them"
             )
     if options.rps is not None:
         parameters["rate"] = str(options.rps)
