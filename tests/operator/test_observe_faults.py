@@ -74,6 +74,12 @@ PODS: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
         "NoMatchingNode",
         "spec.template",
     ),
+    "volume elsewhere": (
+        {},
+        unschedulable(NODES.format("1 Insufficient nvidia.com/gpu, 2 node(s) had volume node affinity conflict")),
+        "VolumeOnOtherNode",
+        "delete the claim",
+    ),
     "taint": ({}, unschedulable(NODES.format("3 node(s) had untolerated taint {a: b}")), "NodesTainted", "tolerations"),
     "full": ({}, unschedulable(NODES.format("3 Too many pods")), "TooManyPods", "add nodes"),
     "cordoned": ({}, unschedulable(NODES.format("3 node(s) were unschedulable")), "NodesCordoned", "uncordon"),

@@ -114,7 +114,7 @@ def ports_of(rule: Any) -> list[int | None]:
 
 def test_engines_may_reach_only_dns_and_their_model_source(deployment: Make) -> None:
     (dns,) = egress(render(deployment()))
-    assert ports_of(dns) == [53, 53], "the source is in the image"
+    assert ports_of(dns) == [53, 53, 5353, 5353], "the source is in the image"
     for fields in (HF, CACHED):
         dns, hub = egress(render(deployment(**fields)))
         assert ports_of(hub) == [443]
@@ -132,8 +132,10 @@ def test_mirrors_and_proxies_may_be_reached_at_their_ports(deployment: Make) -> 
         {"name": "HTTP_PROXY", "value": "http://proxy.example.com"},
         {"name": "OTHER", "value": "http://x:1"},
     ]
-    _, hub = egress(render(deployment(**HF, engine__env=env)))
+    _, hub, service = egress(render(deployment(**HF, engine__env=env)))
     assert ports_of(hub) == [80, 443, 3128, 8090]
+    assert service["to"][0]["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": "models"}
+    assert ports_of(service) == [None], "the ports of the pods behind the Service"
     secret = {"name": "HTTPS_PROXY", "valueFrom": {"secretKeyRef": {"name": "proxy", "key": "url"}}}
     _, hub = egress(render(deployment(**HF, engine__env=[secret])))
     assert ports_of(hub) == [None], "the port is not known"

@@ -52,6 +52,12 @@ def test_null_removes_nothing() -> None:
     assert merge(base, override) == {**base, "new": {}}
 
 
+def test_null_removes_the_ids_that_a_platform_assigns() -> None:
+    base = {"securityContext": {"runAsNonRoot": True, "runAsUser": 65532, "fsGroup": 65532}}
+    override = {"securityContext": {"runAsUser": None, "fsGroup": None, "runAsGroup": None, "runAsNonRoot": None}}
+    assert merge(base, override) == {"securityContext": {"runAsNonRoot": True}}
+
+
 def json_of(fields: list[str]) -> st.SearchStrategy[Any]:
     return st.recursive(
         st.none() | st.booleans() | st.integers() | st.text(max_size=3),

@@ -115,7 +115,58 @@ def test_pods_may_reach_the_ports_of_their_source(
     env = [{"name": name, "value": value} for name, value in environment.items()]
     manifests = render(deployment(model__source=source, engine__env=env))
     rules = manifests["NetworkPolicy"]["spec"]["egress"]
-    assert {port["port"] for rule in rules for port in rule["ports"]} - {53} == ports
+    assert {port["port"] for rule in rules for port in rule["ports"] if "port" in port} - {53, 5353} == ports
+
+
+@pytest.mark.parametrize(
+    ("source", "environment", "namespaces"),
+    [
+        ("hf://org/name", {}, set()),
+        ("hf://org/name", {"HF_ENDPOINT": "https://mirror.example.org/hub"}, set()),
+        ("hf://org/name", {"HF_ENDPOINT": "http://mirror.tools.svc.cluster.local"}, {"tools"}),
+        ("hf://org/name", {"HF_ENDPOINT": "http://mirror"}, {"default"}),
+        ("hf://org/name", {"HTTPS_PROXY": "proxy.net:3128"}, {"net"}),
+        ("hf://org/name", {"HTTPS_PROXY": "http://10.0.0.1:3128"}, set()),
+        ("hf://org/name", {"HTTPS_PROXY": "http://[broken"}, set()),
+        ("oci://registry:5000/team/m:v1", {}, {"default"}),
+        ("s3://models/tiny", {"AWS_ENDPOINT_URL": "http://minio.storage:9000"}, {"storage"}),
+    ],
+)
+def test_pods_may_reach_the_pods_behind_a_service_of_their_source(
+    deployment: Make, source: str, environment: dict[str, str], namespaces: set[str]
+) -> None:
+    """A policy compares the pods' ports, such as 8080 behind 80, so the ports of the namespace are open."""
+    env = [{"name": name, "value": value} for name, value in environment.items()]
+    manifests = render(deployment(model__source=source, engine__env=env))
+    peers = [peer for rule in manifests["NetworkPolicy"]["spec"]["egress"] for peer in rule.get("to", [])]
+    named = [peer["namespaceSelector"]["matchLabels"] for peer in peers if "namespaceSelector" in peer]
+    assert {each["kubernetes.io/metadata.name"] for each in named} == namespaces
+
+
+def test_a_loader_runs_where_engines_with_gpus_can_and_asks_for_none(deployment: Make) -> None:
+    """The volume of its claim may be made where it runs."""
+    claims = [{"name": "net", "resourceClaimName": "net"}, {"name": "gpu", "resourceClaimTemplateName": "gpus"}]
+    template = {"spec": {"resourceClaims": claims}}
+    changes = {"model__source": "s3://models/tiny", "model__cache": {"size": "1Gi"}, "template": template}
+    loader = pod(render(deployment(resources={"gpus": 1}, **changes)), "Job")
+    terms = loader["affinity"]["nodeAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+    labels = [term["preference"]["matchExpressions"][0]["key"] for term in terms]
+    assert "nvidia.com/gpu.present" in labels
+    assert loader["tolerations"] == [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
+    assert "nvidia.com/gpu" not in loader["containers"][0]["resources"]["limits"]
+    assert loader["resourceClaims"] == claims[:1]
+    plain = pod(render(deployment(**changes)), "Job")
+    assert "nodeAffinity" not in plain.get("affinity", {})
+    assert "tolerations" not in plain
+
+
+def test_the_loader_has_the_security_context_of_the_template(deployment: Make) -> None:
+    given = {"spec": {"securityContext": {"runAsUser": 1000, "fsGroup": None}}}
+    changes = {"model__source": "s3://models/tiny", "model__cache": {"size": "1Gi"}, "template": given}
+    context = pod(render(deployment(**changes)), "Job")["securityContext"]
+    assert context["runAsUser"] == 1000
+    assert "fsGroup" not in context
+    assert context["runAsNonRoot"] is True
 
 
 def test_a_shared_volume_is_not_evicted(deployment: Make) -> None:

@@ -22,6 +22,11 @@
       protocol: UDP
     - port: 53
       protocol: TCP
+    # Policies see the port of the DNS pods, which is not 53 on every platform.
+    - port: 5353
+      protocol: UDP
+    - port: 5353
+      protocol: TCP
 - to:
     {{- range .Values.network.apiServerCIDRs }}
     - ipBlock:

@@ -14,8 +14,8 @@ from pagemill_operator.plan.types import Plan
 def is_loaded(plan: Plan, children: Children, pods: Iterable[Manifest]) -> bool:
     """Whether the Job of the plan's source has filled the current volume; always False without a cache.
 
-    The exit of the loader's container counts: the Job succeeds later, and never while a container that another controller
-    added to its pod still runs.
+    The exit of the loader's container counts: the Job succeeds later, and never while a container that another
+    controller added to its pod still runs.
     """
     job = children.get(("Job", loader_name(plan) or ""))
     if job is None or _is_for_another_volume(plan, job, children):

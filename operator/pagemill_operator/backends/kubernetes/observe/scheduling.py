@@ -13,7 +13,7 @@ from pagemill_operator.backends.kubernetes.render.container import GPU
 from pagemill_operator.plan.types import Process
 
 _NO_CLAIM = re.compile(r'persistentvolumeclaim "([^"]+)" not found')
-_VOLUME = re.compile(r"persistent ?volume|storageclass|volume node affinity|volume binding", re.IGNORECASE)
+_VOLUME = re.compile(r"persistent ?volume|storageclass|volume binding", re.IGNORECASE)
 _INSUFFICIENT = re.compile(r"Insufficient ([\w./-]+)")
 
 
@@ -41,6 +41,10 @@ def _volumes(text: str, process: Process | None) -> Cause | None:
             f"there is no PersistentVolumeClaim {match[1]} in this namespace: create it, or correct its name in "
             "spec.model",
         )
+    if "volume node affinity" in text:
+        remedy = "free or add what it needs there, or delete the claim and the loader's Job: the volume is made again"
+        message = f"only nodes that cannot take the pod can mount the model's volume ({quote(text)}): {remedy}"
+        return Cause("VolumeOnOtherNode", message)
     if _VOLUME.search(text):
         return Cause("VolumePending", f"a volume is missing ({quote(text)}): see kubectl describe pvc")
     return None

@@ -20,7 +20,7 @@ from pagemill_operator.backends.kubernetes.render.model import (
 )
 from pagemill_operator.backends.kubernetes.render.names import LOADER, child, claim_name, digest, labels
 from pagemill_operator.backends.kubernetes.render.overrides import merge
-from pagemill_operator.backends.kubernetes.render.placement import common_spec, placement, same_node
+from pagemill_operator.backends.kubernetes.render.placement import common_spec, loader_placement
 from pagemill_operator.backends.kubernetes.render.security import container_security
 from pagemill_operator.backends.kubernetes.snapshot import Manifest, Owner, RenderContext
 from pagemill_operator.plan.pod_template import MODEL_PATH
@@ -41,6 +41,7 @@ PLACEMENT_OVERRIDES = (
     "priorityClassName",
     "runtimeClassName",
     "schedulerName",
+    "securityContext",
     "serviceAccountName",
     "tolerations",
 )
@@ -78,8 +79,7 @@ def render_loader(plan: Plan, owner: Owner, context: RenderContext) -> Manifest:
         "metadata": {"labels": labels(plan.name, LOADER), "annotations": {}},
         "spec": {
             **common_spec(context),
-            **placement(plan.groups[0].process),
-            **same_node(plan),
+            **loader_placement(plan),
             "restartPolicy": "OnFailure",
             "containers": [loader_container(plan, context)],
             "volumes": [model_volume(plan, writable=True), {"name": "tmp", "emptyDir": {}}],
@@ -136,4 +136,7 @@ def _from_secret(credential: Credential, secret: SecretKey) -> dict[str, Any]:
 def _overrides(template: dict[str, Any]) -> dict[str, Any]:
     pod = template.get("spec") or {}
     spec = {name: pod[name] for name in PLACEMENT_OVERRIDES if name in pod}
+    # A claim of a name binds its pods to one node; one from a template would reserve another device for the loader.
+    shared = [each for each in pod.get("resourceClaims") or [] if "resourceClaimName" in each]
+    spec |= {"resourceClaims": shared} if shared else {}
     return {"metadata": template.get("metadata") or {}, "spec": spec}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from pagemill_models.sources import find_kind
 from pagemill_operator.backends.kubernetes.render.names import child, engine_name, selector
@@ -14,6 +15,9 @@ from pagemill_operator.plan.types import Plan
 from pagemill_protocol.engine_ports import CONTROL_PORT, DATA_PORT, TLS_CONTROL_PORT, TLS_DATA_PORT
 
 PROXY_VARIABLES = frozenset({"HTTPS_PROXY", "HTTP_PROXY", "ALL_PROXY"})
+DNS_PORTS = (53, 5353)
+"""Where cluster DNS listens: policies see the pods' port, which is not 53 on every platform (OpenShift: 5353)."""
+SERVICE_HOST = re.compile(r"[a-z][a-z0-9-]*(\.[a-z0-9-]+(\.svc(\.[a-z0-9.-]+)?)?)?")
 NAMESPACE_LABEL = "kubernetes.io/metadata.name"
 VARIANT_RELABELING = {
     "sourceLabels": ["__meta_kubernetes_namespace", "__meta_kubernetes_pod_label_pagemill_dev_deployment"],
@@ -59,7 +63,7 @@ def render_network_policy(plan: Plan, owner: Owner, context: RenderContext) -> M
         "podSelector": {"matchLabels": {OWNER_LABEL: plan.name}},
         "policyTypes": ["Ingress", "Egress"],
         "ingress": ingress,
-        "egress": [*_egress(plan), *context.engine_extra_egress],
+        "egress": [*_egress(plan, owner.namespace), *context.engine_extra_egress],
     }
     return child("networking.k8s.io/v1", "NetworkPolicy", engine_name(plan.name), owner, spec=spec)
 
@@ -77,8 +81,8 @@ def render_pod_monitor(plan: Plan, owner: Owner, context: RenderContext) -> Mani
     return child("monitoring.coreos.com/v1", "PodMonitor", engine_name(plan.name), owner, spec=spec)
 
 
-def _egress(plan: Plan) -> Iterator[dict[str, Any]]:
-    yield {"ports": [{"protocol": protocol, "port": 53} for protocol in ("UDP", "TCP")]}
+def _egress(plan: Plan, namespace: str) -> Iterator[dict[str, Any]]:
+    yield {"ports": [{"protocol": protocol, "port": port} for port in DNS_PORTS for protocol in ("UDP", "TCP")]}
     kind = find_kind(plan.source)
     if not kind.is_remote or (plan.cache is not None and plan.cache.image_volume):
         return
@@ -90,16 +94,36 @@ def _egress(plan: Plan) -> Iterator[dict[str, Any]]:
     if any(name.upper() in variables for name in process.environment_from):
         yield {"to": anywhere, "ports": [{"protocol": "TCP"}]}  # the port is in a Secret
         return
-    urls = [value for name, value in process.environment.items() if name.upper() in variables]
-    ports = {443, *map(_port_of, urls), *kind.ports_of(plan.source)}
+    urls = [_parts(value) for name, value in process.environment.items() if name.upper() in variables]
+    source_ports = kind.ports_of(plan.source)
+    ports = {443, *map(_port_of, urls), *source_ports}
     yield {"to": anywhere, "ports": [_port(number) for number in sorted(ports)]}
+    hosts = [url.hostname or "" for url in [*urls, *([_parts(plan.source)] if source_ports else [])]]
+    for name in sorted({_namespace_of(host, namespace) for host in hosts} - {""}):
+        # A policy sees the port of the pod behind a Service, which its clients do not know.
+        yield {"to": [_peer({NAMESPACE_LABEL: name}, {})], "ports": [{"protocol": "TCP"}]}
 
 
-def _port_of(url: str) -> int:
+def _parts(url: str) -> SplitResult:
     with contextlib.suppress(ValueError):
-        parts = urlsplit(url if "://" in url else f"http://{url}")
-        return parts.port or (80 if parts.scheme == "http" else 443)
+        return urlsplit(url if "://" in url else f"http://{url}")
+    return urlsplit("")
+
+
+def _port_of(url: SplitResult) -> int:
+    with contextlib.suppress(ValueError):
+        return url.port or (80 if url.scheme == "http" else 443)
     return 443
+
+
+def _namespace_of(host: str, own: str) -> str:
+    """Return the namespace whose Service the host may be: `hub` (of the namespace `own`), `hub.tools` or
+    `hub.tools.svc` and its longer forms; empty for other names and addresses.
+    """
+    if not SERVICE_HOST.fullmatch(host):
+        return ""
+    labels = host.split(".")
+    return labels[1] if len(labels) > 1 else own
 
 
 def _peer(namespace_labels: Any, pod_labels: Any) -> dict[str, Any]:

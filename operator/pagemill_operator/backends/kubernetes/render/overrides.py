@@ -2,7 +2,7 @@
 
 Objects merge field by field; lists whose items have a key merge item by item; tolerations and required affinities
 between pods are appended; any other value is replaced. A null changes nothing: no override can remove what the
-operator wrote.
+operator wrote, except the ids of users and groups, which some platforms assign by themselves (OpenShift's ranges).
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ MERGE_KEYS = {
     "topologySpreadConstraints": "topologyKey",
 }
 """List -> the field by which Kubernetes identifies its items."""
+ASSIGNED = ("runAsUser", "runAsGroup", "fsGroup")
+"""Fields of a security context that a null removes: the platform's admission fills them then."""
 APPENDED = ("tolerations", "requiredDuringSchedulingIgnoredDuringExecution")
 """Lists to which an override appends. The only affinities that are lists are those between pods; all terms must hold.
 """
@@ -43,6 +45,8 @@ def _merge_objects(base: dict[str, Any], override: dict[str, Any]) -> dict[str, 
     for name, value in override.items():
         if value is not None:
             merged[name] = merge(base.get(name), value, name)
+        elif name in ASSIGNED:
+            merged.pop(name, None)
     return merged
 
 

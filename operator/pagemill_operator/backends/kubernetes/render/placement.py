@@ -10,6 +10,13 @@ from pagemill_operator.backends.kubernetes.snapshot import OWNER_LABEL, RenderCo
 from pagemill_operator.plan.types import Plan, Process
 
 GPU_PRODUCT_LABEL = "nvidia.com/gpu.product"
+GPU_LABELS = (
+    "nvidia.com/gpu.present",
+    GPU_PRODUCT_LABEL,
+    "cloud.google.com/gke-accelerator",
+    "karpenter.k8s.aws/instance-gpu-name",
+)
+"""Labels of nodes with a GPU: of NVIDIA's feature discovery, and of clouds' node pools."""
 SPREAD_OVER = ("kubernetes.io/hostname", "topology.kubernetes.io/zone")
 
 
@@ -30,6 +37,24 @@ def same_node(plan: Plan) -> dict[str, Any]:
         return {}
     term = {"labelSelector": {"matchLabels": {OWNER_LABEL: plan.name}}, "topologyKey": SPREAD_OVER[0]}
     return {"affinity": {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}}
+
+
+def loader_placement(plan: Plan) -> dict[str, Any]:
+    """Return where a loader runs that fills a claim.
+
+    The volume of a claim may be made where its first pod runs, so the loader runs where engines can: it tolerates what
+    they tolerate, and prefers nodes with a GPU if they need one, without asking for it.
+    """
+    process = plan.groups[0].process
+    place = {**placement(process), **same_node(plan)}
+    if process.gpus and not process.gpu_product:
+        terms = [
+            {"weight": 100, "preference": {"matchExpressions": [{"key": label, "operator": "Exists"}]}}
+            for label in GPU_LABELS
+        ]
+        node = {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": terms}}
+        place["affinity"] = {**place.get("affinity", {}), **node}
+    return place
 
 
 def common_spec(context: RenderContext) -> dict[str, Any]:
