@@ -105,12 +105,15 @@ class RequestRecord:
     """The failure of the last engine that ended an attempt."""
     asked_model: str = ""
     """The name in a valid body, which may be unknown."""
+    adapter: str = ""
+    """The name of the adapter that serves the request; empty: none does."""
 
     def called_by(self, caller: Caller) -> None:
         self.tenant, self.account, self.is_keyed = caller.tenant, caller.account, bool(caller.key_hash)
 
     def served_by(self, target: Target, requests: Sequence[GenerateRequest]) -> None:
         self.model = target.model
+        self.adapter = self.asked_model if target.adapter_digest else ""
         self.deployment = target.deployment
         self.is_low_priority = is_low_priority(requests[0].priority)
         self.response_id = requests[0].response_id or requests[0].request_id

@@ -1,6 +1,6 @@
 """The adapters of one simulated pod: a few slots, sequential loads, and requests that wait for their adapter.
 
-No engine serves adapters yet, so this assumes how one will: a load takes a fixed time and stops no request; the least
+Simpler than an engine: a load takes a fixed time and stops no request; the least
 recently used idle adapter is evicted; if none is idle, the least recently used one gets no further request until it is.
 Requests that wait for no adapter are handled by the engine's own scheduler (`pod`).
 """
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-from pagemill_protocol.report.adapters import AdapterSlots
+from pagemill_protocol.report.adapters import AdapterSlots, AdapterStatus
 from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_simulator.events import Events
 
@@ -21,6 +21,8 @@ class AdapterSettings(NamedTuple):
     load_s: float
     reports_load_ms: bool = True
     """If False, a gateway cannot weigh loads, as before engines reported them."""
+    names: tuple[str, ...] = ()
+    """The adapters that the pod knows; the digest of each is its name."""
 
 
 class AdapterBay:
@@ -34,6 +36,7 @@ class AdapterBay:
     ) -> None:
         """`start` is called with a request once its adapter is loaded."""
         self._settings = settings
+        self._known = [AdapterStatus(name=each, source=each, state="known", digest=each) for each in settings.names]
         self._events = events
         self._start = start
         self._changed = changed
@@ -59,6 +62,7 @@ class AdapterBay:
             resident=[each for each in self._resident if each != self._closing],
             loading=list(self._held),
             load_ms=settings.load_s * 1000 if settings.reports_load_ms else 0.0,
+            known=self._known,
         )
 
     def enter(self, request: GenerateRequest) -> None:

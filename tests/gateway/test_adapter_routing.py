@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -16,21 +18,28 @@ from pagemill_gateway.brain.endpoints.dispatches import EXPIRY_S
 from pagemill_gateway.brain.interface import Assignment, RoutingRequest
 from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.discovery.catalog import check_catalog
-from pagemill_protocol.catalog import Catalog, CatalogAdapter, CatalogModel, Endpoint
+from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.frames import StateDecoder, encode_state
-from pagemill_protocol.report.adapters import AdapterSlots
+from pagemill_protocol.report.adapters import AdapterSlots, AdapterStatus
 from pagemill_protocol.report.state import Digests, EngineLoad, StateFrame, StepTimeParams
 from pagemill_servers.auth import hash_key
 
 NOTHING = frozenset[str]()
 STEP_TIME = StepTimeParams(knots_tokens=[1, 101], knot_ms=[10.0, 110.0])
-PRETTY = CatalogAdapter(name="pretty", digest="p")
-TERSE = CatalogAdapter(name="terse", digest="t")
+PRETTY, TERSE = "pretty", "terse"
+KNOWN = {PRETTY: "p", TERSE: "t"}
 
 
-def slots(*resident: str, loading: tuple[str, ...] = (), load_ms: float = 200.0) -> AdapterSlots:
-    return AdapterSlots(num_slots=2, resident=list(resident), loading=list(loading), load_ms=load_ms)
+def status(name: str, digest: str = "", state: Any = "known", **fields: Any) -> AdapterStatus:
+    return AdapterStatus(name=name, source=f"s3://b/{name}", state=state, digest=digest, **fields)
+
+
+def slots(
+    *resident: str, loading: tuple[str, ...] = (), load_ms: float = 200.0, known: Mapping[str, str] = KNOWN
+) -> AdapterSlots:
+    statuses = [status(name, digest) for name, digest in known.items()]
+    return AdapterSlots(num_slots=2, resident=list(resident), loading=list(loading), load_ms=load_ms, known=statuses)
 
 
 def model(*endpoint_ids: str, **fields: Any) -> CatalogModel:
@@ -222,8 +231,8 @@ async def test_only_engines_that_serve_adapters_get_requests_for_them(brain: Loc
     brain.observer.observe("new", frame())
     with pytest.raises(PagemillError) as refusal:
         await place(brain, "pretty")
-    assert (refusal.value.status, refusal.value.code) == (503, "adapter_not_served")
-    assert "its model `m`" in refusal.value.message
+    assert (refusal.value.status, refusal.value.code) == (503, "model_not_ready")
+    assert "The adapter `pretty` is not loaded yet" in refusal.value.message
 
 
 async def test_an_adapters_name_resolves_to_its_deployment_and_digest(brain: LocalBrain) -> None:
@@ -238,13 +247,73 @@ async def test_an_adapters_name_resolves_to_its_deployment_and_digest(brain: Loc
 
 @pytest.mark.parametrize(
     "adapters",
-    [[PRETTY, PRETTY], [CatalogAdapter(name="m", digest="p")], [CatalogAdapter(name="alias", digest="p")],
-     [CatalogAdapter(name="", digest="p")], [CatalogAdapter(name="x", digest="")]],
-)  # fmt: skip
-def test_a_catalogue_with_an_ambiguous_adapter_name_is_refused(adapters: list[CatalogAdapter]) -> None:
+    [[PRETTY, PRETTY], ["m"], ["alias"], [""]],
+)
+def test_a_catalogue_with_an_ambiguous_adapter_name_is_refused(adapters: list[str]) -> None:
     check_catalog(Catalog(models=[model(aliases=["alias"])]))
     with pytest.raises(PagemillError, match="a name that nothing else here has"):
         check_catalog(Catalog(models=[model(aliases=["alias"], adapters=adapters)]))
+
+
+async def test_candidates_are_the_engines_that_know_the_adapters_content(brain: LocalBrain) -> None:
+    brain.observer.apply_catalog(Catalog(models=[model("a", "b", "c")]))
+    brain.observer.observe("a", frame(slots(known={PRETTY: "p"})))
+    brain.observer.observe("b", frame(slots(known={PRETTY: "old", TERSE: "t"})))
+    brain.observer.observe("c", frame(slots(known={PRETTY: "p"}), num_requests_waiting=9, num_tokens_waiting=9000))
+    assert brain.resolve("pretty").adapter_digest == "p", "most engines have this content"
+    assert {(await place(brain, "pretty")).endpoint_id for _ in range(4)} == {"a"}
+    assert {(await place(brain, "terse")).endpoint_id for _ in range(4)} == {"b"}
+    retry = await brain.choose(brain.resolve("pretty"), frozenset("a"), RoutingRequest(50, adapter_digest="p"))
+    assert retry.endpoint_id == "c", "a second attempt must go to an engine that knows the adapter"
+
+
+async def test_a_request_for_a_wanted_adapter_waits_for_the_first_engine_that_knows_it(brain: LocalBrain) -> None:
+    brain.observer.apply_catalog(Catalog(models=[model("a")]))
+    brain.observer.observe("a", frame(slots(known={TERSE: "t"})))
+    waiting = asyncio.create_task(brain.find("pretty"))
+    await asyncio.sleep(0)
+    fetching = AdapterSlots(num_slots=2, known=[status(PRETTY, state="fetching")])
+    brain.observer.observe("a", frame(fetching, 2))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    brain.observer.observe("a", frame(slots(), 3))
+    assert (await waiting).adapter_digest == "p"
+    assert brain.registry.deployments["default/d"].starts.usual_s(from_zero=False) is None, "no engine was started"
+
+
+async def test_an_adapter_that_all_engines_refuse_fails_at_once_with_the_reason(brain: LocalBrain) -> None:
+    brain.observer.apply_catalog(Catalog(models=[model("a")]))
+    refused = AdapterSlots(num_slots=2, known=[status(PRETTY, state="refused", reason="AdapterTooLarge")])
+    brain.observer.observe("a", frame(refused))
+    with pytest.raises(PagemillError, match="AdapterTooLarge") as refusal:
+        await brain.find("pretty")
+    assert (refusal.value.status, refusal.value.code) == (503, "adapter_refused")
+    kept = AdapterSlots(num_slots=2, known=[status(PRETTY, "p", "refused", reason="AdapterTooLarge")])
+    brain.observer.observe("a", frame(kept, 2))
+    assert (await brain.find("pretty")).adapter_digest == "p", "the content before the refused one is still served"
+
+
+async def test_names_of_models_and_of_older_deployments_adapters_are_not_given_away(brain: LocalBrain) -> None:
+    younger = model("b", deployment="e", name="pretty", adapters=[TERSE, "m", "own"])
+    brain.observer.apply_catalog(Catalog(models=[model("a"), younger]))
+    found = {name: [each.key for each in brain.registry.named(name)] for name in brain.registry.names()}
+    assert found == {
+        "m": ["default/d"], "pretty": ["default/e"], "terse": ["default/d"], "own": ["default/e"],
+    }  # fmt: skip
+    shared = [model("a", weight=1), model("b", deployment="e", weight=1)]
+    brain.observer.apply_catalog(Catalog(models=shared))
+    assert [each.key for each in brain.registry.named("terse")] == ["default/d", "default/e"]
+
+
+async def test_adapters_of_engines_without_an_operator_are_found_by_their_reports(brain: LocalBrain) -> None:
+    brain.observer.apply_catalog(Catalog(models=[model("a", "b", adapters=[], takes_names=True)]))
+    brain.observer.observe("a", frame(slots(known={PRETTY: "p"})))
+    brain.observer.observe("b", frame(slots(known={TERSE: "t"})))
+    assert {(await place(brain, name)).endpoint_id: name for name in (PRETTY, TERSE)} == {"a": PRETTY, "b": TERSE}
+    brain.observer.observe("a", frame(slots(known={}), 2))
+    with pytest.raises(PagemillError) as refusal:
+        brain.resolve("pretty")
+    assert refusal.value.status == 404
 
 
 # -- clients
@@ -260,7 +329,7 @@ async def test_clients_request_an_adapter_like_a_model(engines, gateways, fake) 
     assert {name: card["parent"] for name, card in cards.items()} == {
         fake.MODEL: None, "pretty": fake.MODEL, "terse": fake.MODEL,
     }  # fmt: skip
-    assert (await gateway.get("/v1/models/terse")).json["root"] == "terse"
+    assert (await gateway.get("/v1/models/terse")).json["root"] == "s3://b/terse"
     assert (await gateway.chat(model="terse")).json["model"] == "terse"
     assert [each.adapter_digest for engine in engines for each in engine.requests] == ["t"]
     assert (await gateway.complete(model=fake.MODEL, prompt="a")).status == 200

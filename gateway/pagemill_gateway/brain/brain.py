@@ -267,8 +267,9 @@ class LocalBrain:
         now, target, need = self._clock(), to_place.target, to_place.need
         deployment, usable = self._eligible.endpoints(target)
         if deployment is None or (not usable and outage.is_over(now, self._outages.wait_left_s(deployment))):
+            what = "engines that know the adapter" if target.adapter_digest else "engines"
             raise unavailable(
-                f"The engines of {target.deployment} went away. Try again.",
+                f"The {what} of {target.deployment} went away. Try again.",
                 retry_after_s=self._outages.start_left_s(target.deployment) or 1,
                 code=NOT_READY,
             )

@@ -207,6 +207,8 @@ class ServedName(NamedTuple):
     max_model_len: int | None
     """The smallest limit of the usable engines; `None` if there are none."""
     is_adapter: bool = False
+    source: str = ""
+    """Of an adapter: where its engines have it from; empty while none reports it."""
     pools: bool = False
     """Whether its engines answer with vectors or scores instead of text."""
 

@@ -63,18 +63,19 @@ class Observer:
             return
         now = self._clock()
         was_connected, was_usable = record.reports.connected, record.usable
-        num_identities = record.reports.num_identities
+        num_identities, adapters = record.reports.num_identities, record.adapters.by_name
         # Before `accept`, because the record changes also if the frame leaves a gap.
         self._placement.changed(record)
         record.accept(frame, now, self._placement.num_decisions)
         self._placement.observe(record, frame)
         if not was_connected:
             self._recovery.ejection(record).probe_now()
-        self.registry.reported(record, frame, now)
+        adapters_changed = record.adapters.by_name is not adapters
+        self.registry.reported(record, frame, now, adapters_changed=adapters_changed)
         is_usable = record.usable
-        if is_usable != was_usable or record.reports.num_identities != num_identities:
+        if is_usable != was_usable or adapters_changed or record.reports.num_identities != num_identities:
             self.registry.changed(record)
-        if is_usable != was_usable:
+        if is_usable != was_usable or adapters_changed:
             self._announce()
         else:
             self._queues.pump(record.deployment)

@@ -51,12 +51,12 @@ def _check_model(model: CatalogModel, where: str, endpoint_ids: set[str]) -> Non
         raise invalid_field(f"{where}.name", f"{where}: a name or alias is empty. Clients need one to ask for.")
     names = [model.name, *model.aliases]
     for index, adapter in enumerate(model.adapters):
-        if not adapter.name or adapter.name in names or not adapter.digest:
+        if not adapter or adapter in names:
             raise invalid_field(
                 f"{where}.adapters[{index}]",
-                f"{where}.adapters[{index}] {adapter.name!r}: it needs a digest and a name that nothing else here has.",
+                f"{where}.adapters[{index}] {adapter!r}: it needs a name that nothing else here has.",
             )
-        names.append(adapter.name)
+        names.append(adapter)
     if model.share < 0:
         raise invalid_field(f"{where}.weight", f"{where}.weight is {model.weight}; it must be 0 or more.")
     queue = model.queue

@@ -63,6 +63,12 @@ class WorkerMetrics:
             ("completion", usage.completion_tokens),
         ):
             self._metrics.counter(specs.GATEWAY_TOKENS, model=model, variant=variant, kind=kind).inc(tokens)
+            if record.adapter:
+                of_adapter = {"model": model, "adapter": record.adapter}
+                self._metrics.counter(specs.GATEWAY_ADAPTER_TOKENS, **of_adapter, kind=kind).inc(tokens)
+        if record.adapter:
+            of_adapter = {"model": model, "adapter": record.adapter}
+            self._metrics.counter(specs.GATEWAY_ADAPTER_REQUESTS, **of_adapter, outcome=outcome).inc()
 
     def routed(self, model: str, assignment: Assignment, seconds: float) -> None:
         self._metrics.histogram(specs.GATEWAY_ROUTING_SECONDS, model=model).observe(seconds)

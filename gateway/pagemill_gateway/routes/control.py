@@ -85,7 +85,7 @@ class ControlRoutes:
             "deployment": model.deployment,
             "name": model.name,
             "aliases": model.aliases,
-            "adapters": {each.name: each.digest for each in model.adapters},
+            "adapters": model.adapters,
             "weight": model.share,
             "queue": self._head.brain.reader.queues.state(deployment.key)._asdict(),
             "endpoints": [self._endpoint(record) for record in deployment.records],
@@ -110,6 +110,7 @@ class ControlRoutes:
             "in_flight_elsewhere": reader.load_elsewhere(record),
             "failures": reader.recovery.ejection(record).num_failures,
             "max_model_len": record.max_model_len,
+            "adapters": {name: msgspec.to_builtins(each) for name, each in record.adapters.by_name.items()},
             "adapters_resident": state.adapters.resident if state is not None else [],
             "load": msgspec.structs.asdict(state.load) if state is not None else None,
         }

@@ -78,7 +78,7 @@ def _card(served: ServedName, started_unix_s: int) -> render.ModelCard:
         id=served.name,
         created_unix_s=started_unix_s,
         max_model_len=served.max_model_len,
-        root=None if served.is_adapter else served.model,
+        root=served.source or None if served.is_adapter else served.model,
         parent=served.model if served.is_adapter else None,
         pools=served.pools,
     )

@@ -26,24 +26,17 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The platform's own probe reports that the pod is ready: connect at once, whatever its last report said."""
 
 
-class CatalogAdapter(msgspec.Struct, frozen=True, kw_only=True):
-    """One LoRA adapter served beside a model."""
-
-    name: str
-    """Name that clients send."""
-    digest: str
-    """Digest of its content: identifies it to engines and separates its KV blocks."""
-
-
 class CatalogModel(ServedModel, frozen=True, kw_only=True, omit_defaults=True):
     """One LLMDeployment as the gateway serves it."""
 
     namespace: str = "default"
     deployment: str
     takes_names: bool = False
-    """Whether the other names that its engines report (`StateFrame.models`) lead to it too, unless the catalogue has
+    """Whether the other names that its engines report, of models and adapters, lead to it too, unless the catalogue has
     them. For engines without an operator: an engine could take the name of another model."""
-    adapters: list[CatalogAdapter] = msgspec.field(default_factory=list)
+    adapters: list[str] = msgspec.field(default_factory=list)
+    """Names of the LoRA adapters that its engines are asked to serve. Which content a name stands for, engines report
+    (`report.adapters`)."""
     engine_token: str = ""
     """Bearer token for `/internal/*` of its engines."""
     wakes: bool = False

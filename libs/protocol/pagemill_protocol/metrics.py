@@ -279,6 +279,15 @@ GATEWAY_TOKENS = _gateway(
     "Tokens served, by kind: prompt, cached (part of prompt) or completion.",
     ("model", "variant", "kind"),
 )
+GATEWAY_ADAPTER_REQUESTS = _gateway(
+    "counter", "adapter_requests", "Requests for LoRA adapters by outcome.", ("model", "adapter", "outcome")
+)
+GATEWAY_ADAPTER_TOKENS = _gateway(
+    "counter",
+    "adapter_tokens",
+    "Tokens served with LoRA adapters, by kind: prompt, cached (part of prompt) or completion.",
+    ("model", "adapter", "kind"),
+)
 GATEWAY_UPSTREAM_ATTEMPTS = _gateway(
     "counter", "upstream_attempts", "Requests sent to engines, by outcome.", ("model", "endpoint", "outcome")
 )

@@ -21,7 +21,7 @@ from pagemill_gateway.brain.interface import FailureKind
 from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.processes.garbage_collection import MIDDLE_ROUNDS, NEW_OBJECTS, YOUNG_ROUNDS
 from pagemill_operator.autoscaler.signals import Activity, GatewayReport, merge
-from pagemill_protocol.catalog import Catalog, CatalogAdapter, CatalogModel, Endpoint
+from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.report.load import DeploymentLoad, EngineReport
 from pagemill_protocol.report.state import StateFrame
 from pagemill_simulator.events import Events, EventsLoop
@@ -63,7 +63,8 @@ def simulate_fleet(
     """
     settings = settings.checked()
     adapters = _adapters_of(workload, settings, fast=fast)
-    kind = FastEngines if fast else partial(ExactEngines, adapters=settings.adapters)
+    slots = settings.adapters._replace(names=tuple(adapters)) if settings.adapters is not None else None
+    kind = FastEngines if fast else partial(ExactEngines, adapters=slots)
     with _reduced_garbage_collection():
         return _Fleet(workload, adapters, settings, policy, kind, progress, on_end, on_first_token).run()
 
@@ -109,7 +110,7 @@ class _Fleet:
         on_first_token: OnFirstToken | None,
     ) -> None:
         self._workload = workload
-        self._adapters = [CatalogAdapter(name=each, digest=each) for each in adapters]
+        self._adapters = list(adapters)
         self._activity = Activity()
         self._settings = settings
         self._policy = policy

@@ -10,12 +10,15 @@ from __future__ import annotations
 from collections import deque
 
 from pagemill_gateway.brain.endpoints.dispatches import EXPIRY_S
-from pagemill_protocol.report.adapters import AdapterSlots
+from pagemill_protocol.report.adapters import AdapterSlots, AdapterStatus
 
 
 class Adapters:
     def __init__(self) -> None:
         self._reported = AdapterSlots()
+        self.by_name: dict[str, AdapterStatus] = {}
+        """What the pod reports of each adapter; another object after each change."""
+        self._digests = frozenset[str]()
         self._loads: list[str] = []
         """The digests of running, waiting and expected loads, in this order."""
         self._began_s = 0.0
@@ -24,14 +27,21 @@ class Adapters:
         """The adapters that our decisions expect to be loaded."""
         self._expiring: deque[tuple[float, int]] = deque()
 
-    @property
-    def served(self) -> bool:
-        return self._reported.num_slots > 0
+    def digest(self, name: str) -> str:
+        """Return the digest that requests for the adapter get at the pod; empty if it knows none."""
+        status = self.by_name.get(name)
+        return status.digest if status is not None else ""
+
+    def knows(self, digest: str) -> bool:
+        return digest in self._digests
 
     def update(self, slots: AdapterSlots, now: float, *, new_engine: bool) -> None:
         """Apply the adapters of a frame. `new_engine`: the engine may have been replaced."""
-        if not (slots.num_slots or self.served):
+        if not (slots.num_slots or slots.known or self._reported.num_slots or self.by_name):
             return
+        if slots.known != self._reported.known:
+            self.by_name = {each.name: each for each in reversed(slots.known)}
+            self._digests = frozenset(each.digest for each in slots.known if each.digest)
         self._reported = slots
         if new_engine:
             self._decisions.clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -12,6 +12,7 @@ from pagemill_gateway.admission.output_tokens import OutputTokens
 from pagemill_gateway.brain.endpoints.record import EndpointRecord
 from pagemill_gateway.brain.interface import Target
 from pagemill_protocol.catalog import CatalogModel
+from pagemill_protocol.report.adapters import AdapterStatus
 
 NUM_KEPT_STARTS = 5
 START_TIMING_LIMIT_S = 300.0
@@ -100,6 +101,7 @@ class DeploymentRecord:
     """Cached targets for requests, by the endpoints' tokenizer, until `changed`."""
     _usable: list[EndpointRecord] | None = None
     _with_bundle: dict[str, list[EndpointRecord]] = field(default_factory=dict)
+    _with_adapter: dict[str, tuple[str, list[EndpointRecord]]] = field(default_factory=dict)
 
     @property
     def key(self) -> str:
@@ -109,9 +111,28 @@ class DeploymentRecord:
     def serving(self) -> bool:
         return any(record.serving for record in self.records)
 
-    def adapter_digest(self, name: str) -> str:
-        """Return the digest of the adapter with this name; empty if there is none."""
-        return next((each.digest for each in self.model.adapters if each.name == name), "")
+    def is_adapter(self, name: str) -> bool:
+        """Whether the name, which leads to this deployment, is that of an adapter."""
+        if name == self.model.name or name in self.model.aliases:
+            return False
+        return name in self.model.adapters or any(name in record.adapters.by_name for record in self.records)
+
+    def usable_with_adapter(self, name: str) -> tuple[str, list[EndpointRecord]]:
+        """Return the adapter's digest and the usable endpoints that know it; empty if none does.
+
+        While its content changes, endpoints differ: the digest that most of them know counts.
+        """
+        known = self._with_adapter.get(name)
+        if known is None:
+            digests = Counter(digest for record in self.usable() if (digest := record.adapters.digest(name)))
+            digest = max(digests, key=digests.__getitem__, default="")
+            records = [record for record in self.usable() if digest and record.adapters.digest(name) == digest]
+            known = self._with_adapter[name] = (digest, records)
+        return known
+
+    def adapter_statuses(self, name: str) -> list[AdapterStatus]:
+        """Return what the usable endpoints report of an adapter."""
+        return [record.adapters.by_name[name] for record in self.usable() if name in record.adapters.by_name]
 
     def usable(self) -> list[EndpointRecord]:
         """Return the usable endpoints. The list is cached until `changed`, because every request reads it."""
@@ -135,6 +156,7 @@ class DeploymentRecord:
         """Drop the cached lists, because an endpoint may have become usable, unusable, or another engine."""
         self._usable = None
         self._with_bundle.clear()
+        self._with_adapter.clear()
         self.targets.clear()
 
     def departing(self) -> list[EndpointRecord]:

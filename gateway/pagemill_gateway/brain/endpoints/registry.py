@@ -45,11 +45,23 @@ class Registry:
                     record.seen.clear()  # another policy's
                 self.endpoints[endpoint.id] = record
                 deployment.records.append(record)
-            for name in dict.fromkeys([model.name, *model.aliases, *(each.name for each in model.adapters)]):
+            for name in dict.fromkeys(model.names):
                 self._by_name.setdefault(name, []).append(deployment)
+        self._name_adapters()
         for key, names in names_before.items():
             if (kept := self.deployments.get(key)) is not None:
                 self.take_names(kept, names)
+
+    def _name_adapters(self) -> None:
+        """Let the names of adapters lead to their deployments: none that a model has, and none that an earlier
+        deployment of the catalogue has, unless both share their models' names.
+        """
+        models = frozenset(self._by_name)
+        for deployment in self.deployments.values():
+            for name in deployment.model.adapters:
+                named = self._by_name.setdefault(name, [])
+                if name not in models and all(set(each.model.names) & set(deployment.model.names) for each in named):
+                    named.append(deployment)
 
     def take_names(self, deployment: DeploymentRecord, names: list[str]) -> None:
         """Let the names that an engine of the deployment reports lead to it, where the catalogue says so."""
@@ -61,13 +73,15 @@ class Registry:
         for name in new:
             self._by_name[name] = [deployment]
 
-    def reported(self, record: EndpointRecord, frame: StateFrame, now: float) -> None:
+    def reported(self, record: EndpointRecord, frame: StateFrame, now: float, *, adapters_changed: bool) -> None:
         """Note what a report of the endpoint, which its record has accepted, says about its deployment."""
         deployment = self.deployments[record.deployment]
         deployment.bundle_digest = frame.digests.tokenizer_bundle or deployment.bundle_digest
         if frame.snapshot:
             deployment.starts.engine_reported(frame.start_s)
-            self.take_names(deployment, frame.models)
+        if frame.snapshot or adapters_changed:
+            adapters = {name: None for each in deployment.records for name in each.adapters.by_name}
+            self.take_names(deployment, [*frame.models, *adapters])
         if frame.max_model_len > 0 and not (record.draining or frame.sleeping):  # as `record.serving`, for each frame
             deployment.last_served_at = now
             deployment.starts.served(now)
@@ -97,7 +111,10 @@ class Registry:
         max_model_len = min((record.max_model_len for record in records), default=None)
         pools = any(record.pools for record in records)
         first = deployments[0]
-        return ServedName(name, first.model.name, max_model_len, first.adapter_digest(name) != "", pools)
+        if not first.is_adapter(name):
+            return ServedName(name, first.model.name, max_model_len, pools=pools)
+        source = next((each.source for each in first.adapter_statuses(name)), "")
+        return ServedName(name, first.model.name, max_model_len, is_adapter=True, source=source, pools=pools)
 
     def token_of(self, record: EndpointRecord) -> str:
         """Return the bearer token for the endpoint's `/internal/*`. A catalogue or a restarted engine may change it."""

@@ -118,7 +118,7 @@ def _engines(records: list[EndpointRecord], now: float) -> EnginesLoad:
 
 def _engine_report(record: EndpointRecord) -> EngineReport:
     load = record.reports.latest.load if record.reports.latest is not None else EngineLoad()
-    return EngineReport(record.endpoint.id, load, record.in_flight)
+    return EngineReport(record.endpoint.id, load, record.in_flight, [*record.adapters.by_name.values()])
 
 
 def _starts(records: list[EndpointRecord], now: float) -> Iterator[EngineStart]:

@@ -20,6 +20,7 @@ from pagemill_gateway.brain.placement.requests import PlacementRequest
 from pagemill_gateway.brain.resilience.poison_requests import PoisonDetection
 from pagemill_gateway.brain.resilience.recovery import Recovery
 from pagemill_protocol.errors import PagemillError, model_not_found, unavailable
+from pagemill_protocol.report.adapters import AdapterStatus
 
 _Share = tuple[DeploymentRecord, list[EndpointRecord]]
 """A deployment and those of its endpoints that may get a request."""
@@ -55,41 +56,59 @@ class Eligible:
         deployments = self._registry.named(model)
         if not deployments:
             raise model_not_found(model, self._registry.names())
+        first = deployments[0]
+        if model != first.model.name and first.is_adapter(model):  # without a call for most requests
+            return self._adapter_target(model, deployments)
         shared = self._share(deployments)
         if shared is None:
             raise _nothing_ready(model, deployments, self._clock())
-        deployment, usable = shared
-        target = self._target(deployment, usable)
-        if deployment.model.adapters and (adapter_digest := deployment.adapter_digest(model)):
-            return target._replace(adapter_digest=adapter_digest)
-        return target
+        return self._target(*shared)
 
     def settled(self, model: str) -> bool:
-        """Whether waiting for an engine is over: a deployment serves the name, or none has it."""
+        """Whether waiting for an engine is over: a deployment serves the name, none has it, or all engines refuse the
+        adapter.
+        """
         deployments = self._registry.named(model)
-        return not deployments or self._share(deployments) is not None
+        if not deployments or not deployments[0].is_adapter(model):
+            return not deployments or self._share(deployments) is not None
+        return self._share(deployments, model) is not None or bool(_refusals(model, deployments))
+
+    def _adapter_target(self, name: str, deployments: list[DeploymentRecord]) -> Target:
+        shared = self._share(deployments, name)
+        if shared is None:
+            if refusals := _refusals(name, deployments):
+                raise _refused(name, refusals)
+            if any(deployment.usable() for deployment in deployments):
+                raise unavailable(
+                    f"The adapter `{name[:200]}` is not loaded yet. Try again later.",
+                    retry_after_s=LOADING_RETRY_AFTER_S,
+                    code=NOT_READY,
+                )
+            raise _nothing_ready(name, deployments, self._clock())
+        deployment, usable = shared
+        adapter_digest = deployment.usable_with_adapter(name)[0]
+        return self._target(deployment, usable)._replace(adapter_digest=adapter_digest)
 
     def endpoints(self, target: Target) -> tuple[DeploymentRecord | None, list[EndpointRecord]]:
-        """Return the target's deployment and its endpoints with the target's tokenizer."""
+        """Return the target's deployment and its endpoints with the target's tokenizer that know its adapter."""
         deployment = self._registry.deployments.get(target.deployment)
         if deployment is None:
             return None, []
         usable = deployment.usable_with(target.bundle_digest)
+        if target.adapter_digest:
+            usable = [each for each in usable if each.adapters.knows(target.adapter_digest)]
         if usable:
             return deployment, usable
-        return deployment, [each for each in self._departing(deployment) if each.bundle_digest == target.bundle_digest]
+        departing = [each for each in self._departing(deployment) if each.bundle_digest == target.bundle_digest]
+        adapter = target.adapter_digest
+        return deployment, [each for each in departing if not adapter or each.adapters.knows(adapter)]
 
     def pool(self, records: list[EndpointRecord], to_place: PlacementRequest, now: float) -> list[EndpointRecord]:
         """Return the records that may take the request or its continuation now.
 
         A probe waits for a healthy endpoint: on one that was tried or is ejected, its failure would be no evidence.
-        Raises `PagemillError` if the request needs an adapter and none serves adapters, and with code `OTHER_WEIGHTS`
-        if no engine has the weights that the answer was begun with.
+        Raises `PagemillError` with code `OTHER_WEIGHTS` if no engine has the weights that the answer was begun with.
         """
-        if to_place.request.adapter_digest:
-            records = [record for record in records if record.adapters.served]
-            if not records:
-                raise _no_adapters(to_place.target)
         if to_place.retry is not None and to_place.retry.weights_digest:
             digest = to_place.retry.weights_digest
             records = [record for record in records if record.weights_digest == digest]
@@ -123,11 +142,16 @@ class Eligible:
         departing = deployment.departing()
         return [each for each in departing if self._keeps_terminating or not each.endpoint.terminating]
 
-    def _share(self, deployments: list[DeploymentRecord]) -> _Share | None:
-        """Draw a deployment by weight, of those with usable endpoints, else of those with leaving ones."""
+    def _share(self, deployments: list[DeploymentRecord], adapter: str = "") -> _Share | None:
+        """Draw a deployment by weight, of those with usable endpoints that know the adapter, else of those with leaving
+        ones.
+        """
         wanted = [deployment for deployment in deployments if deployment.model.share > 0]
-        ready = [(each, usable) for each in wanted if (usable := each.usable())]
-        if not ready:
+        if adapter:
+            ready = [(each, usable) for each in wanted if (usable := each.usable_with_adapter(adapter)[1])]
+        else:
+            ready = [(each, usable) for each in wanted if (usable := each.usable())]
+        if not ready and not adapter:
             ready = [(each, departing) for each in wanted if (departing := self._departing(each))]
         if len(ready) <= 1:
             return ready[0] if ready else None
@@ -148,11 +172,21 @@ def _target(deployment: DeploymentRecord, usable: list[EndpointRecord], digest: 
     )
 
 
-def _no_adapters(target: Target) -> PagemillError:
+def _refusals(name: str, deployments: list[DeploymentRecord]) -> list[AdapterStatus]:
+    """Return the reports on an adapter if every engine that may get requests has refused it; else none."""
+    statuses = [status for deployment in deployments for status in deployment.adapter_statuses(name)]
+    num_usable = sum(len(deployment.usable()) for deployment in deployments)
+    is_refused = len(statuses) == num_usable and all(each.state == "refused" and not each.digest for each in statuses)
+    return statuses if is_refused else []
+
+
+def _refused(name: str, refusals: list[AdapterStatus]) -> PagemillError:
+    reasons = ", ".join(sorted({each.reason for each in refusals}))
     return unavailable(
-        f"No engine of {target.deployment} serves adapters now. Ask for its model `{target.model}`, or try again.",
+        f"The adapter `{name[:200]}` cannot be served: its engines refuse it ({reasons}). The status of its resource "
+        "names the cause.",
         retry_after_s=LOADING_RETRY_AFTER_S,
-        code="adapter_not_served",
+        code="adapter_refused",
     )
 
 

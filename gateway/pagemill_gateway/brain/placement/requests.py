@@ -45,7 +45,7 @@ class PlacementRequest(msgspec.Struct, frozen=True, gc=False):
     @property
     def group(self) -> str:
         """The name of the group of requests that need the same engines."""
-        engines = f"{self.target.bundle_digest} adapters" if self.request.adapter_digest else self.target.bundle_digest
+        engines = f"{self.target.bundle_digest} {self.target.adapter_digest}".rstrip()
         return f"{engines} {self._constraints}" if self._constraints else engines
 
     @property

@@ -80,8 +80,9 @@ class Outages:
     def note_demand(self, deployments: list[DeploymentRecord]) -> None:
         """Begin to time the starts of deployments without an engine, because a request waits for one.
 
-        An engine that is expected to report soon is not starting, so its deployment's start is not timed.
+        An engine that is expected to report soon is not starting, so its deployment's start is not timed; neither is a
+        wait for an adapter on engines that serve.
         """
         for each in deployments:
-            if not any(record.expected for record in each.records):
+            if not each.usable() and not any(record.expected for record in each.records):
                 each.starts.requested(self._clock(), from_zero=not each.records)

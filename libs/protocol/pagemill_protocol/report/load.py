@@ -15,6 +15,7 @@ from typing import Literal
 
 import msgspec
 
+from pagemill_protocol.report.adapters import AdapterStatus
 from pagemill_protocol.report.histogram import Histogram
 from pagemill_protocol.report.state import EngineLoad, StepTimeParams
 
@@ -74,6 +75,8 @@ class EngineReport(msgspec.Struct, frozen=True, omit_defaults=True):
     load: EngineLoad = EngineLoad()
     num_in_flight: int = 0
     """Requests of this gateway at the engine; `load` may not count those sent a moment ago."""
+    adapters: list[AdapterStatus] = []
+    """What the engine did with each LoRA adapter that it was asked to serve."""
 
     @property
     def num_requests(self) -> int:
