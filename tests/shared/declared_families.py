@@ -15,6 +15,7 @@ import transformers
 from family_matrix import BASES
 from family_models import GPTJ, NEOX, ODD_SHAPES, VARIANTS
 
+from pagemill_engine.weights.source import CutWeights
 from pagemill_models.declaration.declaration import DecoderSpec
 from pagemill_models.spec.decoders import decoder_from_config
 
@@ -80,6 +81,9 @@ class RandomTensors:
 
     def is_bfloat16(self, name: str) -> bool:
         return False
+
+    def cut(self, slices: Any) -> CutWeights:
+        return CutWeights(self, slices)  # type: ignore[arg-type]
 
 
 def hash_of(name: str) -> int:

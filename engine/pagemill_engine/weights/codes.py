@@ -110,9 +110,14 @@ def read_codes(kind: str, data: Bytes, shape: tuple[int, ...]) -> GroupCodes:
     return GroupCodes(found.bits, codes, scales, offsets)
 
 
+def has_blocks(kind: str) -> bool:
+    """Whether stored blocks of the type are `CodeBlocks`."""
+    return kind in _STORED_OFFSETS
+
+
 def read_blocks(kind: str, data: Bytes, shape: tuple[int, ...]) -> CodeBlocks | None:
     """Return the stored blocks; None for a type with other blocks. `data`: as for `read_codes`."""
-    if kind not in _STORED_OFFSETS:
+    if not has_blocks(kind):
         return None
     blocks = data.reshape(shape[0], shape[1] // GROUP_SIZE, block_bytes(kind))
     return CodeBlocks(CODE_KINDS[kind].bits, _STORED_OFFSETS[kind], blocks)

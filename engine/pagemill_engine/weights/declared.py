@@ -7,14 +7,17 @@ inputs] and the values to compute with. The order of a matrix's rows is decided 
 
 from __future__ import annotations
 
+from copy import copy
+
 import numpy as np
 
 from pagemill_engine.weights.codes import CodeKind
 from pagemill_engine.weights.floats import copy_floats
-from pagemill_engine.weights.source import WeightSource, stored_bytes
+from pagemill_engine.weights.source import CutWeights, WeightSource, stored_bytes
 from pagemill_kernels.arrays import Array, FloatType
 from pagemill_kernels.linear.groups import CodeBlocks, GroupCodes
 from pagemill_models.declaration.declaration import DecoderSpec, Shapes
+from pagemill_models.sharding.slices import Slices
 
 _SMALLEST_NORM = 1e-12
 
@@ -71,6 +74,26 @@ class DeclaredWeights:
 
     def digest(self) -> str:
         return self._source.digest()
+
+    def cut(self, slices: Slices) -> CutWeights:
+        """Cut what is read as it is stored; of transposed matrices, rows are stored as columns."""
+        names = {stored: name for name, stored in self._stored_names.items()}
+        wanted = {
+            self._stored_names[name]: found._replace(dimension=0 if found.dimension else 1)
+            if name in self._transposed
+            else found
+            for name, found in slices.items()
+            if name not in self._normalized
+        }
+        source, left = self._source.cut(wanted)
+        cut = copy(self)
+        cut._source = source
+        cut._shapes = {
+            name: source.shapes[at][::-1] if name in self._transposed else source.shapes[at]
+            for name, at in self._stored_names.items()
+        }
+        uncut = slices.keys() - {names[stored] for stored in wanted.keys() - left.keys()}
+        return CutWeights(cut, {name: slices[name] for name in uncut})
 
 
 def transposed_weights(decoder: DecoderSpec) -> set[str]:

@@ -8,6 +8,7 @@ fault for each 64 KiB, which takes longer than the copy. `ReadAhead` asks the sy
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import weakref
@@ -25,6 +26,7 @@ from pagemill_kernels.arrays import Array
 from pagemill_kernels.pieces import each_piece
 from pagemill_models.files.partial_download import awaited_bytes, wait_until_complete
 from pagemill_models.files.regular_file import open_regular
+from pagemill_models.sharding.slices import TensorSlice
 from pagemill_protocol.source_errors import UnreadableModelError
 
 PIECE_BYTES = 2 * 1024**2
@@ -84,6 +86,36 @@ class WeightFiles:
             copy_floats(stored, flat[piece])
 
         each_piece(len(flat), 1, convert)
+
+    def fill_part(
+        self, file: int, offset: int, dtype: np.dtype[Any], shape: tuple[int, ...], found: TensorSlice, out: Array
+    ) -> None:
+        """Fill `out`, contiguous, with some rows or columns of a tensor, like `fill_floats`; bytes stay bytes.
+
+        `shape`: of the whole tensor; `out` has that of the part.
+        """
+        num_values = math.prod(shape[1:])
+        row_bytes, at = num_values * dtype.itemsize, 0
+        if found.dimension == 0:
+            for first, end in found.ranges:
+                self.fill_floats(file, offset + first * row_bytes, dtype, out[at : at + end - first])
+                at += end - first
+            return
+        self._wait_for(file)
+        self._ahead.reading(file, offset, shape[0] * row_bytes)
+
+        def fill(rows: slice) -> None:
+            stored = out[rows] if out.dtype == dtype else np.empty((rows.stop - rows.start, found.size), dtype=dtype)
+            for row, values in enumerate(stored.view(np.uint8), rows.start):
+                at = 0
+                for first, end in found.ranges:
+                    size = (end - first) * dtype.itemsize
+                    self._fill(file, offset + row * row_bytes + first * dtype.itemsize, values[at : at + size])
+                    at += size
+            if out.dtype != dtype:
+                copy_floats(stored, out[rows])
+
+        each_piece(shape[0], found.size, fill)
 
     def _wait_for(self, file: int) -> None:
         if file not in self._awaited:

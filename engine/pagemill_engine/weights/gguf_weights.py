@@ -8,24 +8,26 @@ compared with dequantizing.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import copy
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pagemill_engine.weights.codes import CODE_KINDS, CodeKind, read_blocks, read_codes
+from pagemill_engine.weights.codes import CODE_KINDS, CodeKind, has_blocks, read_blocks, read_codes
 from pagemill_engine.weights.dequantize import PLAIN, dequantize_into, supported_types
 from pagemill_engine.weights.digest import gguf_digest
 from pagemill_engine.weights.early_digest import EarlyDigest
 from pagemill_engine.weights.errors import LoadError
 from pagemill_engine.weights.files import WeightFiles
-from pagemill_engine.weights.source import stored_bytes
+from pagemill_engine.weights.source import CutWeights, stored_bytes
 from pagemill_kernels.arrays import Array, FloatType
 from pagemill_kernels.linear.groups import CodeBlocks, GroupCodes
 from pagemill_models.declaration.family import GGUFNames
 from pagemill_models.declaration.gguf_values import LONG_ROPE
 from pagemill_models.declaration.known import unsupported
 from pagemill_models.files.gguf_file import GGUFFile, GGUFTensor
+from pagemill_models.sharding.slices import Slices, TensorSlice
 from pagemill_models.spec.spec_from_gguf import family_of
 from pagemill_protocol.source_errors import SourceError
 
@@ -45,6 +47,7 @@ class GGUFWeights:
         held = [each for each in self._file.tensors.values() if each.name not in LONG_ROPE]
         self._tensors = dict(part for each in held for part in self._parts(each))
         self._shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
+        self._cuts: Slices = {}
         self._check_types()
 
     @property
@@ -54,10 +57,10 @@ class GGUFWeights:
     def read_into(self, name: str, out: Array) -> None:
         tensor = self._tensors[name]
         plain = PLAIN.get(tensor.ggml_type.name)
-        if plain is not None and not self._interleaved_heads(tensor.name):
+        if plain is not None and not self._interleaved_heads(tensor.name) and name not in self._cuts:
             self._files.fill_floats(tensor.part, tensor.offset, plain, out)
         else:
-            dequantize_into(tensor.ggml_type.name, self._stored(tensor), out)
+            dequantize_into(tensor.ggml_type.name, self._stored(name), out)
 
     def code_kind(self, name: str) -> CodeKind | None:
         return CODE_KINDS.get(self._tensors[name].ggml_type.name)
@@ -66,11 +69,11 @@ class GGUFWeights:
         if self.code_kind(name) is None:
             return None
         tensor = self._tensors[name]
-        return read_codes(tensor.ggml_type.name, self._stored(tensor), tensor.shape)
+        return read_codes(tensor.ggml_type.name, self._stored(name), self._shapes[name])
 
     def read_blocks(self, name: str) -> CodeBlocks | None:
-        tensor = self._tensors[name]
-        return read_blocks(tensor.ggml_type.name, self._stored(tensor), tensor.shape)
+        kind = self._tensors[name].ggml_type.name
+        return read_blocks(kind, self._stored(name), self._shapes[name]) if has_blocks(kind) else None
 
     def is_bfloat16(self, name: str) -> bool:
         tensor = self._tensors[name]
@@ -83,11 +86,43 @@ class GGUFWeights:
         early = self._early_digest.of(self._path) if self._early_digest is not None else None
         return early or gguf_digest(self._file)
 
-    def _stored(self, tensor: GGUFTensor) -> NDArray[np.uint8]:
-        """Return the tensor's bytes with its rows in Hugging Face order."""
-        data = self._files.read(tensor.part, tensor.offset, tensor.num_bytes)
+    def cut(self, slices: Slices) -> CutWeights:
+        """Cut rows, those of interleaved heads by whole heads, and columns by whole blocks."""
+        cut = copy(self)
+        cut._cuts = {name: found for name, found in slices.items() if found.is_of_units(self._unit(name, found))}
+        cut._shapes = {
+            **self._shapes,
+            **{name: found.shape_of(self._shapes[name]) for name, found in cut._cuts.items()},
+        }
+        return CutWeights(cut, {name: slices[name] for name in slices.keys() - cut._cuts.keys()})
+
+    def _unit(self, name: str, found: TensorSlice) -> int:
+        tensor = self._tensors[name]
+        if found.dimension == 1:
+            return tensor.ggml_type.block_elements
         num_heads = self._interleaved_heads(tensor.name)
-        return _uninterleave(data, tensor, num_heads) if num_heads else data
+        return tensor.shape[0] // num_heads if num_heads else 1
+
+    def _stored(self, name: str) -> NDArray[np.uint8]:
+        """Return the tensor's bytes, or those of its part, with its rows in Hugging Face order."""
+        tensor, found = self._tensors[name], self._cuts.get(name)
+        num_rows, num_heads, form = tensor.shape[0], self._interleaved_heads(tensor.name), tensor.ggml_type
+        if found is None:
+            data = self._files.read(tensor.part, tensor.offset, tensor.num_bytes)
+        else:
+            row_bytes = tensor.num_bytes // num_rows
+            in_bytes = found
+            if found.dimension == 1:
+                scaled = tuple(
+                    (first // form.block_elements * form.block_bytes, end // form.block_elements * form.block_bytes)
+                    for first, end in found.ranges
+                )
+                in_bytes = TensorSlice(1, scaled)
+            whole = (num_rows, row_bytes)
+            part = np.empty(in_bytes.shape_of(whole), dtype=np.uint8)
+            self._files.fill_part(tensor.part, tensor.offset, part.dtype, whole, in_bytes, part)
+            data, num_heads, num_rows = part.reshape(-1), num_heads * len(part) // num_rows, len(part)
+        return _uninterleave(data, num_rows, num_heads) if num_heads else data
 
     def _parts(self, tensor: GGUFTensor) -> Iterator[tuple[str, GGUFTensor]]:
         """Yield the tensor under its Hugging Face name; a tensor of all experts (`*` in the name) once per expert."""
@@ -135,8 +170,7 @@ def _names(file: GGUFFile) -> GGUFNames:
     return names
 
 
-def _uninterleave(data: NDArray[np.uint8], tensor: GGUFTensor, num_heads: int) -> NDArray[np.uint8]:
+def _uninterleave(data: NDArray[np.uint8], num_rows: int, num_heads: int) -> NDArray[np.uint8]:
     """Move rows (2i, 2i + 1) of each head to (i, half + i)."""
-    num_rows = tensor.shape[0]
     rows = data.reshape(num_heads, num_rows // num_heads // 2, 2, -1)
     return np.ascontiguousarray(rows.swapaxes(1, 2)).reshape(-1)

@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import hashlib
 import math
+from copy import copy
 from typing import Literal
 
 import numpy as np
 
 from pagemill_engine.weights.codes import CodeKind
 from pagemill_engine.weights.floats import copy_floats
-from pagemill_engine.weights.source import WeightSource, stored_bytes
+from pagemill_engine.weights.source import CutWeights, WeightSource, stored_bytes
 from pagemill_kernels.arrays import Array, FloatType
 from pagemill_kernels.linear.groups import GROUP_SIZE, CodeBlocks, GroupCodes
 from pagemill_kernels.linear.quantize import quantize
 from pagemill_models.declaration.declaration import DecoderSpec
+from pagemill_models.sharding.slices import Slices, TensorSlice
 
 Quantization = Literal["int8", "int4", "w8a8", "fp8"]
 
@@ -92,6 +94,17 @@ class QuantizedWeights:
         """Return a digest that differs from the source's: rounded weights compute other keys, values and answers."""
         text = f"{self._source.digest()}|{self._quantization}|{GROUP_SIZE}|{_VERSION}"
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    def cut(self, slices: Slices) -> CutWeights:
+        """Cut what is rounded where its groups stay whole: others would be rounded otherwise than by one process."""
+        whole = {name: found for name, found in slices.items() if self._keeps_groups(name, found)}
+        source, left = self._source.cut(whole)
+        cut = copy(self)
+        cut._source, cut._shapes = source, source.shapes
+        return CutWeights(cut, {**left, **{name: slices[name] for name in slices.keys() - whole.keys()}})
+
+    def _keeps_groups(self, name: str, found: TensorSlice) -> bool:
+        return found.dimension == 0 or self._rounded_kind(name) is None or found.is_of_units(GROUP_SIZE)
 
     def _rounded_kind(self, name: str) -> CodeKind | None:
         """Return the form that the tensor is rounded to; None if it is not rounded."""

@@ -7,6 +7,7 @@ safetensors format is read; pickled checkpoints could run code and are refused.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from copy import copy
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -18,11 +19,12 @@ from pagemill_engine.weights.digest import StoredTensor, digest_tensors
 from pagemill_engine.weights.errors import LoadError
 from pagemill_engine.weights.files import WeightFiles
 from pagemill_engine.weights.floats import copy_floats
-from pagemill_engine.weights.source import stored_bytes
+from pagemill_engine.weights.source import CutWeights, stored_bytes
 from pagemill_kernels.arrays import NUMPY_TYPES, Array, FloatType
 from pagemill_kernels.huge_pages import empty_weights
 from pagemill_kernels.linear.groups import CodeBlocks, GroupCodes
 from pagemill_models.files.safetensors_header import INDEX_FILE, TensorHeader, read_header, shard_paths, weight_map
+from pagemill_models.sharding.slices import Slices
 from pagemill_protocol.source_errors import UnreadableModelError
 
 _FLOATS = {"F32": NUMPY_TYPES["float32"], "F16": NUMPY_TYPES["float16"], "BF16": NUMPY_TYPES["bfloat16"]}
@@ -88,6 +90,7 @@ class SafetensorsFolder:
         _check_index(set(promised), set(self._stored), folder)
         self._parts = dict(part for name in self._stored for part in self._parts_of(name, stacked))
         self._shapes = {name: self._shape(part) for name, part in self._parts.items()}
+        self._cuts: Slices = {}
 
     @property
     def where(self) -> str:
@@ -122,7 +125,11 @@ class SafetensorsFolder:
         file, header = self._stored[part.stored_name]
         if header.dtype not in _FLOATS:
             raise self._no_floats(name, part)
-        self._files.fill_floats(file, _offset(part, header), _FLOATS[header.dtype], out)
+        offset, dtype, found = _offset(part, header), _FLOATS[header.dtype], self._cuts.get(name)
+        if found is None:
+            self._files.fill_floats(file, offset, dtype, out)
+        else:
+            self._files.fill_part(file, offset, dtype, self._shape(part), found, out)
 
     def code_kind(self, name: str) -> CodeKind | None:
         return CODE_KINDS["MXFP4"] if self._is_mxfp4(self._parts[name]) else None
@@ -164,6 +171,14 @@ class SafetensorsFolder:
             for file, header in self._stored.values()
         )
         return digest_tensors(tensors, sum(header.num_bytes for _, header in self._stored.values()))
+
+    def cut(self, slices: Slices) -> CutWeights:
+        """Cut floats: codes of MXFP4 are read whole."""
+        cut = copy(self)
+        cut._cuts = {name: found for name, found in slices.items() if not self._is_mxfp4(self._parts[name])}
+        parts = {name: found.shape_of(self._shapes[name]) for name, found in cut._cuts.items()}
+        cut._shapes = {**self._shapes, **parts}
+        return CutWeights(cut, {name: slices[name] for name in slices.keys() - cut._cuts.keys()})
 
     def _parts_of(self, stored_name: str, stacked: Mapping[str, str]) -> Iterator[tuple[str, _Part]]:
         """Yield the parts of a stored tensor under the names of single experts; other tensors unchanged."""

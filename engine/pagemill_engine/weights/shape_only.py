@@ -16,11 +16,12 @@ from pagemill_engine.weights.errors import LoadError
 from pagemill_engine.weights.packed.formats import format_of
 from pagemill_engine.weights.packed.matrix import Settings
 from pagemill_engine.weights.safetensors_folder import BLOCKS
-from pagemill_engine.weights.source import stored_bytes
+from pagemill_engine.weights.source import CutWeights, stored_bytes
 from pagemill_kernels.arrays import Array, FloatType
 from pagemill_kernels.linear.groups import CodeBlocks, GroupCodes
 from pagemill_models.declaration.declaration import DecoderSpec, Shapes
 from pagemill_models.files.safetensors_header import INDEX_FILE, read_index
+from pagemill_models.sharding.slices import Slices
 from pagemill_models.spec.model_spec import ModelSpec
 
 
@@ -65,6 +66,9 @@ class ShapeOnlyWeights:
 
     def read_blocks(self, name: str) -> CodeBlocks | None:
         raise self._absent(f"`{name}` is to be read")
+
+    def cut(self, slices: Slices) -> CutWeights:
+        return CutWeights(self, slices)
 
     def digest(self) -> str:
         raise self._absent("a digest is to be taken")

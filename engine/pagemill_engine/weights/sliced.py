@@ -1,7 +1,9 @@
 """The part of a model's weights that one rank reads: a `WeightSource` over that of the whole model.
 
-`pagemill_models.sharding.shard` says which rows and columns. Quantized columns are taken where groups stay whole, and
-read as floats elsewhere; columns in an order of their own (GPTQ's activation order) belong to no range and are refused.
+`pagemill_models.sharding.shard` says which rows and columns. The source reads nothing else where its form allows it
+(`WeightSource.cut`); the rest is cut here out of whole tensors. Quantized columns are taken where groups stay whole,
+and read as floats elsewhere; columns in an order of their own (GPTQ's activation order) belong to no range and are
+refused.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import numpy as np
 
 from pagemill_engine.weights.codes import CodeKind
 from pagemill_engine.weights.errors import LoadError
-from pagemill_engine.weights.source import WeightSource, stored_bytes
+from pagemill_engine.weights.source import CutWeights, WeightSource, stored_bytes
 from pagemill_kernels.arrays import Array, FloatType
 from pagemill_kernels.linear.groups import GROUP_SIZE, CodeBlocks, GroupCodes
 from pagemill_models.declaration.declaration import DecoderSpec, Shapes
@@ -25,11 +27,11 @@ class SlicedTensors:
 
         `slices`: the parts of its tensors; others are read whole.
         """
-        self._source, self._slices = source, slices
         others = whole.shapes().keys() - part.shapes().keys()
+        self._source, self._slices = source.cut({name: slices[name] for name in slices.keys() & source.shapes.keys()})
         # Tensors that no declaration knows stay, so that they are found to be unexpected.
         self._shapes: Shapes = {
-            name: self._shape(name, shape) for name, shape in source.shapes.items() if name not in others
+            name: self._shape(name, shape) for name, shape in self._source.shapes.items() if name not in others
         }
 
     @property
@@ -56,7 +58,7 @@ class SlicedTensors:
         kind, found = self._source.code_kind(name), self._slices.get(name)
         if kind is None or found is None or found.dimension == 0:
             return kind
-        return kind if _are_whole(found, kind.group_size) else None
+        return kind if found.is_of_units(kind.group_size) else None
 
     def read_codes(self, name: str) -> GroupCodes | None:
         codes, found = self._source.read_codes(name), self._slices.get(name)
@@ -78,7 +80,7 @@ class SlicedTensors:
             return blocks
         if found.dimension == 0:
             return blocks.reordered(_indices(found))
-        if not _are_whole(found, GROUP_SIZE):
+        if not found.is_of_units(GROUP_SIZE):
             return None
         groups = _indices(found)[::GROUP_SIZE] // GROUP_SIZE
         return replace(blocks, data=blocks.data[:, groups])
@@ -93,25 +95,24 @@ class SlicedTensors:
         """Return the digest of the whole model: every rank's keys and values are part of the same ones."""
         return self._source.digest()
 
+    def cut(self, slices: Slices) -> CutWeights:
+        return CutWeights(self, slices)
+
     def _shape(self, name: str, stored: tuple[int, ...]) -> tuple[int, ...]:
         found = self._slices.get(name)
         if found is None:
             return stored
-        return tuple(found.size if index == found.dimension else size for index, size in enumerate(stored))
+        return found.shape_of(stored)
 
 
 def _columns(codes: GroupCodes, found: TensorSlice) -> GroupCodes | None:
     size = codes.group_size
-    if not _are_whole(found, size):
+    if not found.is_of_units(size):
         return None
     columns = _indices(found)
     groups = columns[::size] // size
     offsets = None if codes.offsets is None else codes.offsets[:, groups]
     return replace(codes, codes=codes.codes[:, columns], scales=codes.scales[:, groups], offsets=offsets)
-
-
-def _are_whole(found: TensorSlice, group_size: int) -> bool:
-    return all(first % group_size == 0 and end % group_size == 0 for first, end in found.ranges)
 
 
 def _indices(found: TensorSlice) -> Array:

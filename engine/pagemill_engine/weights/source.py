@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from pagemill_engine.weights.codes import CodeKind
 from pagemill_kernels.arrays import NUMPY_TYPES, Array, FloatType
 from pagemill_kernels.linear.groups import CodeBlocks, GroupCodes
+from pagemill_models.sharding.slices import Slices
+
+
+class CutWeights(NamedTuple):
+    """Weights of which some tensors are parts."""
+
+    source: WeightSource
+    left: Slices
+    """Parts that are still to be cut out of what the source reads."""
 
 
 class WeightSource(Protocol):
@@ -47,7 +56,11 @@ class WeightSource(Protocol):
         ...
 
     def digest(self) -> str:
-        """Return the hex digest of the weights' content; see `weights.digest`."""
+        """Return the hex digest of the weights' content, of all of it in a cut source too; see `weights.digest`."""
+        ...
+
+    def cut(self, slices: Slices) -> CutWeights:
+        """Return a source that reads nothing but these parts of tensors, as far as their form allows."""
         ...
 
 

@@ -16,6 +16,7 @@ import msgspec
 import pytest
 import torch
 import transformers
+from cut_weights import Uncut, same, stored_form
 from greedy_families import greedy_reference
 from outlines import outline
 from packed_records import RECORDS, Folder, tensors_of
@@ -25,7 +26,8 @@ from torch import Tensor
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.decoders.errors import WeightsError
 from pagemill_engine.decoders.fitting import check_tensors
-from pagemill_engine.sizing.sizing import sizes_here, sizes_on_gpu
+from pagemill_engine.sizing.rank_parts import part_of
+from pagemill_engine.sizing.sizing import sizes_here, sizes_on_gpu, weights_of
 from pagemill_engine.starting.factory import create_runner
 from pagemill_engine.weights.codes import CodeKind
 from pagemill_engine.weights.errors import LoadError
@@ -266,6 +268,17 @@ def test_a_packed_checkpoint_gives_the_answers_of_its_values(
     runner = runner_loader(tmp_path / "model", backend=backend, dtype="float32")
     assert [result.token_ids for result in make_driver(runner).greedy(PROMPTS, NUM_TOKENS)] == expected(model)
     assert load_model_spec(tmp_path / "model").num_parameters == model.num_parameters()
+
+
+@pytest.mark.parametrize("name", ["awq", "fp8 tensor"])
+def test_a_rank_has_parts_of_a_packed_checkpoint(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    write(folder, name)
+    config, spec = EngineConfig(model=str(folder)), load_model_spec(folder)
+    whole, part = weights_of(config, folder, spec, True), part_of(spec, 1, 2, 1)
+    own, cut = part.weights(whole, spec.decoder), part.weights(Uncut(whole), spec.decoder)  # type: ignore[arg-type]
+    assert own.shapes == cut.shapes
+    assert all(same(stored_form(own, each), stored_form(cut, each)) for each in part.spec.decoder.shapes())
 
 
 def test_settings_of_packed_weights_are_also_read_from_the_file_of_autogptq(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from pagemill_engine.decoders.fitting import check_tensors
 from pagemill_engine.weights.codes import CodeKind
 from pagemill_engine.weights.errors import LoadError
 from pagemill_engine.weights.sliced import SlicedTensors
+from pagemill_engine.weights.source import CutWeights
 from pagemill_kernels.arrays import Array
 from pagemill_kernels.linear.groups import CodeBlocks, GroupCodes
 from pagemill_kernels.linear.quantize import quantize
@@ -48,6 +49,9 @@ class Stored:
 
     def is_bfloat16(self, name: str) -> bool:
         return False
+
+    def cut(self, slices: Any) -> CutWeights:
+        return CutWeights(self, slices)
 
     def num_bytes(self, dtype: Any, keep_stored: bool) -> int:
         raise NotImplementedError

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from copy import copy
+
 from pagemill_engine.weights.codes import CodeKind
 from pagemill_engine.weights.floats import copy_floats
 from pagemill_engine.weights.packed.formats import Format
 from pagemill_engine.weights.packed.matrix import PackedMatrix, Settings, unsupported
 from pagemill_engine.weights.safetensors_folder import SafetensorsFolder
-from pagemill_engine.weights.source import stored_bytes
+from pagemill_engine.weights.source import CutWeights, stored_bytes
 from pagemill_kernels.arrays import Array, FloatType
 from pagemill_kernels.linear.groups import CodeBlocks, GroupCodes
+from pagemill_models.sharding.slices import Slices
 
 
 class PackedFolder:
@@ -67,3 +70,14 @@ class PackedFolder:
 
     def digest(self) -> str:
         return self._folder.digest()
+
+    def cut(self, slices: Slices) -> CutWeights:
+        """Cut what is not packed: values of packed matrices are spread over several tensors."""
+        folder, left = self._folder.cut({name: slices[name] for name in slices.keys() - self._matrices.keys()})
+        assert isinstance(folder, SafetensorsFolder)
+        cut = copy(self)
+        cut._folder = folder
+        cut._shapes = {
+            name: shape if name in self._matrices else folder.shapes[name] for name, shape in self._shapes.items()
+        }
+        return CutWeights(cut, {**left, **{name: slices[name] for name in slices.keys() & self._matrices.keys()}})

@@ -28,6 +28,14 @@ class TensorSlice(NamedTuple):
     def size(self) -> int:
         return sum(end - first for first, end in self.ranges)
 
+    def is_of_units(self, size: int) -> bool:
+        """Whether it consists of whole units of so many rows or columns."""
+        return all(first % size == 0 and end % size == 0 for first, end in self.ranges)
+
+    def shape_of(self, whole: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the part of a tensor."""
+        return tuple(self.size if index == self.dimension else size for index, size in enumerate(whole))
+
 
 Slices = dict[str, TensorSlice]
 """By the names of tensors; the others are read whole."""
