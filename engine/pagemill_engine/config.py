@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import entry_points
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -44,6 +45,12 @@ MOST_PROPOSED = 16
 """Most tokens that may be proposed for a request in one step."""
 
 
+PROPOSING = ("auto", "ngram", "off")
+"""Methods of this package."""
+PROPOSER_GROUP = "pagemill.proposers"
+"""Entry points of methods of other packages (`proposing.methods`)."""
+
+
 class StepLimits(NamedTuple):
     """The most requests and tokens of one step."""
 
@@ -58,10 +65,11 @@ CPU_STEP = StepLimits(64, 512)
 class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How tokens are proposed that a step verifies together. Answers do not depend on it."""
 
-    method: Literal["auto", "ngram", "draft", "mtp", "eagle3", "off"] = "auto"
-    """`auto`: what a client predicts (`prediction` of a chat); `ngram`: that, and what followed the last tokens where
-    they stood before, in the prompt or in the answer; `off`: nothing. `draft`, `mtp` and `eagle3` need a model or
-    layers that propose, which this version does not run."""
+    method: str = "auto"
+    """`auto` and `ngram`: what a client predicts (`prediction` of a chat), and what followed the last tokens where they
+    stood before, in the prompt, in the answer or in recent answers to prompts that begin alike; `off`: nothing.
+    `draft`, `mtp` and `eagle3` need a model or layers that propose, which this version does not run. Installed packages
+    can register others."""
     num_tokens: int = 8
     """Most tokens proposed for a request in one step, 1 to 16. How many are, if any, is chosen by what a step costs."""
 
@@ -70,6 +78,11 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             raise ValueError(
                 f"method {self.method}: this version runs no model or layers that propose tokens; set it to auto, "
                 "ngram or off"
+            )
+        if self.method not in PROPOSING and self.method not in entry_points(group=PROPOSER_GROUP).names:
+            raise ValueError(
+                f"there is no method {self.method[:80]!r}; there are {', '.join(PROPOSING)}, and those that installed "
+                f"packages register (entry point group {PROPOSER_GROUP})"
             )
         if not 1 <= self.num_tokens <= MOST_PROPOSED:
             raise ValueError(f"num_tokens must be 1 to {MOST_PROPOSED}, got {self.num_tokens}")

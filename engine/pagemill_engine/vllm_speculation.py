@@ -7,9 +7,10 @@ this version does not know. `vllm_arguments` has all other arguments.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.metadata import entry_points
 from typing import Any
 
-from pagemill_engine.config import MOST_PROPOSED, SpeculationConfig
+from pagemill_engine.config import MOST_PROPOSED, PROPOSER_GROUP, SpeculationConfig
 from pagemill_protocol.errors import show_python
 
 NAME = "speculative_config"
@@ -58,6 +59,8 @@ def _method_of(keys: Mapping[str, Any]) -> Any:
         method = model if model is not None else "auto"
     elif model is not None and model not in _METHODS:
         raise ValueError(f"{NAME}: model={show_python(model)}: this version runs no draft model. Remove it.")
+    if isinstance(method, str) and method in entry_points(group=PROPOSER_GROUP).names:
+        return method
     if not isinstance(method, str) or method not in _METHODS:
         raise ValueError(
             f"{NAME}: method {show_python(method)} is not supported: this version runs no model or layers that propose "

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from examples import num_examples
-from pagemill_engine.config import EngineConfig
+from pagemill_engine.config import EngineConfig, SpeculationConfig
 from pagemill_engine.kv.block_pool import KVCacheError
 from pagemill_engine.kv.manager import CacheManager
 from pagemill_engine.kv.tables import KindTable
@@ -83,7 +83,8 @@ def workloads(draw: st.DrawFn) -> list[GenerateRequest]:
 
 def make_core(make: Make, num_blocks: int = 64, **options: Any) -> EngineCore:
     runner = make(num_blocks=num_blocks, block_size=BLOCK_SIZE, max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE)
-    config = EngineConfig(model="m", block_size=BLOCK_SIZE, eos_token_ids=EOS, **options)
+    settings = SpeculationConfig(method="off")
+    config = EngineConfig(model="m", block_size=BLOCK_SIZE, eos_token_ids=EOS, speculative=settings, **options)
     return EngineCore(config, runner)
 
 

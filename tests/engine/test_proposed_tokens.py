@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from oracle_proposer import oracle
+from oracle_proposer import Made, oracle
 from step_workloads import BLOCK_SIZE, MAX_MODEL_LEN, a_config, a_request
 
 from pagemill_engine.config import EngineConfig
@@ -126,7 +126,7 @@ def a_text(checking_runner: Make) -> tuple[GenerateRequest, list[int]]:
 
 def num_steps(checking_runner: Make, *, right: bool, overlap: bool) -> int:
     request, text = a_text(checking_runner)
-    proposals = Proposals([lambda token_ids: Following(token_ids, text, right=right)], 4)
+    proposals = Proposals([Made(lambda token_ids: Following(token_ids, text, right=right))], 4)
     core = EngineCore(EngineConfig(model="m", block_size=4, overlap=overlap), checking_runner(), proposals=proposals)
     core.add(request)
     while core.has_work:
@@ -146,7 +146,7 @@ def test_a_proposal_without_blocks_or_budget_is_not_made(checking_runner: Make) 
     """Requests that wait for blocks, and decodes of others, come first."""
     request, text = a_text(checking_runner)
     runner = checking_runner(num_blocks=14)
-    proposals = Proposals([lambda token_ids: Following(token_ids, text, right=True)], 8)
+    proposals = Proposals([Made(lambda token_ids: Following(token_ids, text, right=True))], 8)
     core = EngineCore(EngineConfig(model="m", block_size=4, overlap=False), runner, proposals=proposals)
     core.add(request)
     while core.has_work:

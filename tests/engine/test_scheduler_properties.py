@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from examples import num_examples
-from pagemill_engine.config import EngineConfig
+from pagemill_engine.config import EngineConfig, SpeculationConfig
 from pagemill_engine.kv.block_pool import BlockPool, KVCacheError
 from pagemill_engine.kv.manager import CacheManager
 from pagemill_engine.kv.prefix_cache import PrefixCache
@@ -63,7 +63,10 @@ def make_core(
 ) -> EngineCore:
     sizes = {"num_blocks": num_blocks, "block_size": 4, "max_model_len": MAX_MODEL_LEN, "vocab_size": 7}
     runner = make(**sizes, windows=windows, stages=stages)
-    return EngineCore(EngineConfig(model="m", block_size=4, eos_token_ids=[6], **options), runner)
+    config = EngineConfig(
+        model="m", block_size=4, eos_token_ids=[6], speculative=SpeculationConfig(method="off"), **options
+    )
+    return EngineCore(config, runner)
 
 
 def all_choices(requests: list[GenerateRequest]) -> set[tuple[str, int]]:

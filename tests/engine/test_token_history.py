@@ -12,16 +12,18 @@ from pagemill_engine.proposing import token_history
 from pagemill_engine.proposing.ngram import continuation
 from pagemill_engine.proposing.token_history import MAX_COMPARED, MAX_PLACES, Agreement, TokenHistory
 
-texts = st.lists(st.integers(0, 3), max_size=120)
+texts = st.lists(st.integers(0, 3), max_size=240)
 
 
-def by_comparison(tokens: list[int], first: int = 0) -> Agreement | None:
+def by_comparison(text: list[int], tokens: list[int]) -> Agreement | None:
     """The specification: compare every place."""
-    places = [end for end in range(len(tokens) - 1, first + 1, -1) if tokens[end - 2 : end] == tokens[-2:]]
+    if len(tokens) < 3:
+        return None
+    places = [end for end in range(len(text) - 1, 2, -1) if text[end - 3 : end] == tokens[-3:]]
     found = []
     for end in places[:MAX_PLACES]:
-        length = 2
-        while length < MAX_COMPARED and end - length - 1 >= first and tokens[end - length - 1] == tokens[-length - 1]:
+        length, most = 3, min(MAX_COMPARED, end, len(tokens))
+        while length < most and text[end - length - 1] == tokens[-length - 1]:
             length += 1
         found.append(Agreement(end, length))
     return max(found, key=lambda match: match.length, default=None)  # the first of equal ones: the last in the text
@@ -33,15 +35,22 @@ def test_a_match_is_the_longest_agreement_however_the_tokens_arrived(tokens: lis
     for piece in [*pieces, len(tokens)]:
         known = min(known + piece, len(tokens))
         history.extend(tokens[:known])
-    assert history.find(tokens) == (by_comparison(tokens) if len(tokens) > 1 else None)
+    assert history.find(tokens, tokens) == by_comparison(tokens, tokens)
 
 
 @given(texts)
 def test_a_match_is_found_after_every_token(tokens: list[int]) -> None:
     history = TokenHistory()
-    for known in range(2, len(tokens) + 1):
+    for known in range(1, len(tokens) + 1):
         history.extend(tokens[:known])
-        assert history.find(tokens[:known]) == by_comparison(tokens[:known])
+        assert history.find(tokens[:known], tokens[:known]) == by_comparison(tokens[:known], tokens[:known])
+
+
+@given(texts, st.lists(st.integers(0, 3), max_size=70))
+def test_a_match_in_another_text_is_its_longest_agreement(text: list[int], tokens: list[int]) -> None:
+    history = TokenHistory()
+    history.extend(text)
+    assert history.find(text, tokens) == by_comparison(text, tokens)
 
 
 def test_places_beyond_the_window_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,10 +58,10 @@ def test_places_beyond_the_window_are_forgotten(monkeypatch: pytest.MonkeyPatch)
     tokens = [7, 8, 9, *range(1000, 1300), 7, 8, 9]
     history = TokenHistory()
     history.extend(tokens)
-    assert history.find(tokens) is None
+    assert history.find(tokens, tokens) is None
     tokens += [*range(2000, 2050), 7, 8, 9]
     history.extend(tokens)
-    assert history.find(tokens) == Agreement(306, 3)
+    assert history.find(tokens, tokens) == Agreement(306, 3)
 
 
 def test_a_repeated_token_is_compared_at_most_as_often_as_is_allowed() -> None:
@@ -66,7 +75,7 @@ def test_a_repeated_token_is_compared_at_most_as_often_as_is_allowed() -> None:
     history.extend(tokens)
     sys.setprofile(count)
     try:
-        found = history.find(tokens)
+        found = history.find(tokens, tokens)
     finally:
         sys.setprofile(None)
     assert found == Agreement(3999, MAX_COMPARED)

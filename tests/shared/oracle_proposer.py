@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
-from pagemill_engine.proposing.base import ProposerOf
+from pagemill_engine.proposing.base import KnownTokens, Proposer
 
 
 class Oracle:
@@ -26,5 +27,18 @@ class Oracle:
         return [(each + 1) % self.vocab_size if self.draw.random() < self.error_rate else each for each in tokens]
 
 
-def oracle(texts: list[list[int]], draw: random.Random, error_rate: float, vocab_size: int) -> ProposerOf:
-    return lambda token_ids: Oracle(token_ids, texts, draw, error_rate, vocab_size)
+class Made:
+    """`base.Method` of proposers that are made by a function of a sequence's tokens."""
+
+    def __init__(self, make: Callable[[list[int]], Proposer]) -> None:
+        self.make = make
+
+    def begin(self, sequence: KnownTokens) -> Proposer:
+        return self.make(sequence.token_ids)
+
+    def end(self, sequence: KnownTokens) -> None:
+        pass
+
+
+def oracle(texts: list[list[int]], draw: random.Random, error_rate: float, vocab_size: int) -> Made:
+    return Made(lambda token_ids: Oracle(token_ids, texts, draw, error_rate, vocab_size))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from pagemill_engine.config import EngineConfig
+from pagemill_engine.config import EngineConfig, SpeculationConfig
 from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_protocol.request.sampling import LOW_PRIORITY, SamplingParams
 
@@ -22,6 +22,7 @@ def a_config(draw: random.Random, overlap: bool) -> EngineConfig:
         enable_prefix_caching=draw.random() < 0.8,
         policy=draw.choice(["fcfs", "priority", "shortest-prefill-first"]),
         overlap=overlap,
+        speculative=SpeculationConfig(method="off"),
     )
 
 

@@ -108,8 +108,8 @@ class ServeCommand(CommandWithOptions):
     speculative_config: Annotated[
         str | None,
         typer.Option(
-            help='Proposed tokens, as JSON: {"method": "ngram", "num_speculative_tokens": 8}; methods are auto (what '
-            "clients predict), ngram and off (default: auto)."
+            help='Proposed tokens, as JSON: {"method": "ngram", "num_speculative_tokens": 8}; methods are auto, '
+            "ngram and off (default: auto)."
         ),
     ] = None
     policy: Annotated[

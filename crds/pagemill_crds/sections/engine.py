@@ -32,9 +32,10 @@ class Speculative(Section):
     depend on it."""
 
     method: Literal["auto", "ngram", "draft", "mtp", "eagle3", "off"]
-    """`auto` proposes what a client predicts (`prediction` of a chat), `ngram` also what stood behind the same words
-    before, in the prompt or in the answer, `off` nothing. `draft`, `mtp` and `eagle3` are reserved for a small model,
-    the model's own layers and trained heads: this version ignores them and reports them in `FieldsSupported`."""
+    """`auto` and `ngram` propose what a client predicts (`prediction` of a chat) and what stood behind the same words
+    before, in the prompt, in the answer or in recent answers to prompts that begin alike, `off` nothing. `draft`, `mtp`
+    and `eagle3` are reserved for a small model, the model's own layers and trained heads: this version ignores them and
+    reports them in `FieldsSupported`."""
     source: Source | None = None
     """Weights of the draft model, with the schemes of `spec.model.source`."""
     num_tokens: Annotated[int, Field(ge=1, le=16)] = 4

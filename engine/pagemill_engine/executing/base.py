@@ -61,6 +61,8 @@ class RunnerInfo(NamedTuple):
     """Whether a step can sample several tokens of a request with these parameters."""
     check: Callable[[], None] = lambda: None
     """Raises `DeviceLostError` if what computes was lost while no step ran."""
+    takes_back: bool = True
+    """Whether tokens that a step computed can be taken back: not if the model keeps states without the inputs since."""
     kinds: tuple[CacheKind, ...] = (FULL,)
     """The cache kinds of the model's layers."""
     kind_blocks: tuple[int, ...] = ()

@@ -26,8 +26,9 @@ from pagemill_engine.ipc.messages import PrefixEvents, StepOutputs
 from pagemill_engine.kv.integrity import IntegrityError, check_integrity
 from pagemill_engine.loop.grammar_requests import GrammarRequests
 from pagemill_engine.loop.limits import scheduler_limits, step_limits
+from pagemill_engine.loop.speculation import proposals_of
 from pagemill_engine.loop.step_timer import StepTimer, predicted_ms
-from pagemill_engine.scheduler.proposals import Proposals, proposals_of
+from pagemill_engine.scheduler.proposals import Proposals
 from pagemill_engine.scheduler.scheduler import Scheduler
 from pagemill_engine.scheduler.step import StepPlan
 from pagemill_protocol.report.state import EngineLoad, StepTimeParams
@@ -66,9 +67,7 @@ class EngineCore:
         """Create the core of a loaded runner. `clock`: returns seconds; the simulator passes a virtual one."""
         self.config = msgspec.structs.replace(config, **step_limits(config, runner.info)._asdict())
         self.runner = runner
-        if proposals is None and runner.info.pooling is None and runner.info.stages == 1:
-            can_verify = runner.info.can_verify
-            proposals = proposals_of(config.speculative, can_verify, lambda *of: self.step_time.predict_ms(*of))
+        proposals = proposals or proposals_of(self.config, runner.info, lambda *of: self.step_time.predict_ms(*of))
         self._proposals = proposals
         self.scheduler = Scheduler(scheduler_limits(config, runner.info), clock, proposals, runner.info.stages)
         self.grammar_requests = GrammarRequests(config.model, self.scheduler, runner.info)

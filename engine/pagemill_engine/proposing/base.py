@@ -1,4 +1,4 @@
-"""The interface of proposers: what probably follows a sequence's tokens.
+"""The interface of methods and their proposers: what probably follows a sequence's tokens.
 
 A proposal costs time in a step and never changes an answer: the model samples after every proposed token, and the
 sequence keeps what it would have sampled without. `acceptance` learns how likely proposals are right, `gain` chooses
@@ -7,11 +7,33 @@ how many are made, and `scheduler.proposals` asks for them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from pagemill_engine.proposing.acceptance import Acceptance
+
+
+class KnownTokens(Protocol):
+    """What proposers read of a sequence."""
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Its own list of tokens, prompt and output, to which tokens are appended."""
+        ...
+
+    @property
+    def num_prompt_tokens(self) -> int: ...
+
+    @property
+    def predicted_token_ids(self) -> list[int]:
+        """What the client predicts."""
+        ...
+
+    @property
+    def cache_root(self) -> bytes:
+        """Sequences with another one must learn nothing of each other: they are of other tenants or adapters."""
+        ...
 
 
 class Proposer(Protocol):
@@ -26,9 +48,17 @@ class Proposer(Protocol):
         ...
 
 
-ProposerOf = Callable[[list[int]], Proposer]
-"""Returns the proposer of a sequence. Its argument is the sequence's own list of tokens, prompt and output, to which
-tokens are appended."""
+@runtime_checkable
+class Method(Protocol):
+    """A way to propose tokens, of one engine. A package registers one as `loop.speculation` describes."""
+
+    def begin(self, sequence: KnownTokens) -> Proposer | None:
+        """Return the proposer of a sequence, before it is asked first; None: nothing is proposed for it."""
+        ...
+
+    def end(self, sequence: KnownTokens) -> None:
+        """Take note that a sequence with a proposer has ended."""
+        ...
 
 
 @dataclass(slots=True)
@@ -44,7 +74,7 @@ class Proposing:
     """What is known about the proposals of one sequence; `scheduler.proposals` changes it."""
 
     sources: Sequence[ProposalSource]
-    """The first one that proposes something is followed."""
+    """The one from which most is expected is followed."""
     source: ProposalSource | None = None
     """The source of the last proposal, whose tokens were not compared with the sequence's so far."""
     token_ids: list[int] = field(default_factory=list)

@@ -5,7 +5,8 @@ The prediction is followed from its beginning, and after a difference from where
 
 from __future__ import annotations
 
-from pagemill_engine.proposing.ngram import LEAST_AGREEMENT, continuation
+from pagemill_engine.proposing.base import KnownTokens
+from pagemill_engine.proposing.ngram import continuation
 from pagemill_engine.proposing.token_history import TokenHistory
 
 FIRST_AGREEMENT = 9
@@ -41,10 +42,21 @@ class PredictionProposer:
         if self._num_equal == num_answered:
             self.agreement, start = FIRST_AGREEMENT + num_answered, num_answered
         else:
-            match = self._history.find(self._text)
-            if match is None or match.length < LEAST_AGREEMENT:
+            match = self._history.find(self._text, self._text)
+            if match is None:
                 return []
             self.agreement, start = match.length, match.end
         if start > self._num_predicted:
             return continuation(self._text, start, most)
         return self._text[start : min(start + most, self._num_predicted)]
+
+
+class PredictionMethod:
+    """`base.Method`."""
+
+    def begin(self, sequence: KnownTokens) -> PredictionProposer | None:
+        predicted = sequence.predicted_token_ids
+        return PredictionProposer(sequence.token_ids, sequence.num_prompt_tokens, predicted) if predicted else None
+
+    def end(self, sequence: KnownTokens) -> None:
+        pass

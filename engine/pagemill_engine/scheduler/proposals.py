@@ -11,12 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
-from pagemill_engine.config import SpeculationConfig
 from pagemill_engine.proposing.acceptance import Acceptance
-from pagemill_engine.proposing.base import ProposalSource, Proposer, ProposerOf, Proposing
+from pagemill_engine.proposing.base import Method, ProposalSource, Proposing
 from pagemill_engine.proposing.gain import MsOf, StepShape, can_gain, choose
-from pagemill_engine.proposing.ngram import NgramProposer
-from pagemill_engine.proposing.prediction import PredictionProposer
+from pagemill_engine.proposing.prediction import PredictionMethod
 from pagemill_engine.scheduler.sequence import Sequence
 from pagemill_engine.scheduler.token_masks import masks_along
 from pagemill_protocol.request.sampling import SamplingParams
@@ -43,24 +41,24 @@ class Proposal(NamedTuple):
 class Proposals:
     def __init__(
         self,
-        proposers: Iterable[ProposerOf],
+        methods: Iterable[Method],
         most: int = MOST_PROPOSED,
         *,
         can_verify: Callable[[SamplingParams], bool] = lambda _: True,
         ms_of: MsOf | None = None,
     ) -> None:
-        """`proposers`: of each sequence; the first one that proposes something is followed. `most`: tokens proposed for
+        """`methods`: those that are asked for every sequence, beside what clients predict. `most`: tokens proposed for
         a sequence in one step. `can_verify`: whether the runner samples several tokens of a request with these
         parameters in one step. `ms_of`: the step times by which the number is chosen; without, everything is
         proposed."""
-        self._proposers = list(proposers)
+        self._methods = [(each, Acceptance()) for each in (PredictionMethod(), *methods)]
+        """With what is known about all proposals of each."""
+        self._asks_all = len(self._methods) > 1
         self._most = most
-        self.is_active = bool(self._proposers)
+        self.is_active = self._asks_all
         """Whether a sequence may have proposals."""
         self._can_verify = can_verify
         self._ms_of = ms_of
-        self._acceptance: dict[type[Proposer], Acceptance] = {}
-        """By kind of proposer."""
         self._gained_ms = 0.0
         self._turn_ms = 0.0
         """Milliseconds between a step and one that waits for its tokens, in a loop that runs ahead otherwise."""
@@ -91,7 +89,7 @@ class Proposals:
         self, sequences: list[Sequence], all_sequences: Sequences, num_pending: int
     ) -> list[tuple[Sequence, list[int]]]:
         """`num_pending`: tokens of the sequences that are not known yet."""
-        if not self._proposers:
+        if not self._asks_all:
             sequences = [sequence for sequence in sequences if sequence.predicted_token_ids]
         if not sequences:
             return []
@@ -104,11 +102,10 @@ class Proposals:
             most = min(self._most + num_pending, sequence.max_total_tokens - len(sequence.token_ids) - 1)
             if most <= num_pending or not self._can_verify(sequence.sampling):
                 continue
-            proposing = self._of(sequence)
-            token_ids = _ask(proposing, sequence, most)[num_pending:]
-            if token_ids and proposing.source is not None:
-                found.append((sequence, token_ids))
-                along = proposing.source.acceptance.along(proposing.agreement, num_pending + len(token_ids))
+            proposing = sequence.proposing or self._begin(sequence)
+            along = ask(proposing, sequence.token_ids, most)
+            if len(along) > num_pending:
+                found.append((sequence, proposing.token_ids[num_pending:]))
                 chances.append(along[num_pending:])
         if self._ms_of is None or not found:
             return found
@@ -118,12 +115,14 @@ class Proposals:
             longer_ms = self._ms_of(step.num_tokens + sum(numbers), step.num_context_tokens)
             self._gained_ms -= self._turn_ms + longer_ms - base_ms
             for sequence, _ in found:
-                self._of(sequence).token_ms = base_ms / max(1, step.num_sampling)
+                if sequence.proposing is not None:
+                    sequence.proposing.token_ms = base_ms / max(1, step.num_sampling)
         return [(seq, tokens[:num]) for (seq, tokens), num in zip(found, numbers, strict=True) if num]
 
     def count(self, sequence: Sequence, num_accepted: int) -> None:
         """Count the steps that a sequence does not need, since it sampled some of its proposed tokens."""
-        self._gained_ms += self._of(sequence).token_ms * num_accepted
+        if sequence.proposing is not None:
+            self._gained_ms += sequence.proposing.token_ms * num_accepted
 
     def take_gain(self) -> float:
         """Return the milliseconds that were saved since the last call."""
@@ -135,27 +134,20 @@ class Proposals:
         token_ids, masks = masks_along(sequence, token_ids[:most])
         return Proposal(token_ids, masks) if token_ids else None
 
-    def _of(self, sequence: Sequence) -> Proposing:
-        if sequence.proposing is None:
-            proposers = [each(sequence.token_ids) for each in self._proposers]
-            if sequence.predicted_token_ids:
-                predicted = sequence.predicted_token_ids
-                proposers.insert(0, PredictionProposer(sequence.token_ids, sequence.num_prompt_tokens, predicted))
-            sequence.proposing = Proposing([self._source(each) for each in proposers])
+    def _begin(self, sequence: Sequence) -> Proposing:
+        sources = []
+        for method, acceptance in self._methods:
+            proposer = method.begin(sequence)
+            if proposer is not None:
+                sources.append(ProposalSource(proposer, Acceptance(acceptance)))
+        sequence.proposing = Proposing(sources)
         return sequence.proposing
 
-    def _source(self, proposer: Proposer) -> ProposalSource:
-        return ProposalSource(proposer, Acceptance(self._acceptance.setdefault(type(proposer), Acceptance())))
-
-
-def proposals_of(
-    settings: SpeculationConfig, can_verify: Callable[[SamplingParams], bool], ms_of: MsOf
-) -> Proposals | None:
-    """Return the proposals of an engine, or None if nothing is proposed."""
-    if settings.method == "off":
-        return None
-    proposers = [NgramProposer] if settings.method == "ngram" else []
-    return Proposals(proposers, settings.num_tokens, can_verify=can_verify, ms_of=ms_of)
+    def end(self, sequence: Sequence) -> None:
+        """Take note that a sequence has ended."""
+        if sequence.proposing is not None:
+            for method, _ in self._methods:
+                method.end(sequence)
 
 
 def _step_shape(all_sequences: Sequences) -> StepShape:
@@ -172,9 +164,9 @@ def _step_shape(all_sequences: Sequences) -> StepShape:
     return StepShape(min(num_tokens, MOST_TOKENS + len(all_sequences.running)), num_decodes, num_context_tokens)
 
 
-def _ask(proposing: Proposing, sequence: Sequence, most: int) -> list[int]:
-    """Return what may follow the known tokens of a sequence, after learning from the last proposal."""
-    known = sequence.token_ids
+def ask(proposing: Proposing, known: list[int], most: int) -> list[float]:
+    """Note what may follow the known tokens of a sequence, after learning from the last proposal. Returns for each
+    token the chance that it and all before it are sampled."""
     if (before := proposing.source) is not None:
         proposed, start = proposing.token_ids, proposing.start
         num_known = min(len(proposed), len(known) - start)
@@ -182,14 +174,19 @@ def _ask(proposing: Proposing, sequence: Sequence, most: int) -> list[int]:
         while num_right < num_known and proposed[num_right] == known[start + num_right]:
             num_right += 1
         before.acceptance.learn(proposing.agreement, num_right, num_known)
-    proposing.source = None
+        proposing.source = None
+    best, most_expected = [], 0.0
     for source in proposing.sources:
         token_ids = source.proposer.propose(most)
-        if token_ids:
-            proposing.source, proposing.token_ids, proposing.start = source, token_ids, len(known)
+        if not token_ids:
+            continue
+        along = source.acceptance.along(source.proposer.agreement, len(token_ids))
+        if (expected := sum(along)) > most_expected:
+            best, most_expected = along, expected
+            proposing.source, proposing.token_ids = source, token_ids
             proposing.agreement = source.proposer.agreement
-            return token_ids
-    return []
+    proposing.start = len(known)
+    return best
 
 
 def may_propose(sequence: Sequence) -> bool:

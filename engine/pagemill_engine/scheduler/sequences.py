@@ -21,9 +21,12 @@ from pagemill_protocol.request.generate import FinishReason
 class Sequences:
     """Iterates over the ids of the sequences that have not ended."""
 
-    def __init__(self, kv: CacheManager, rank: Callable[[Sequence], Any]) -> None:
-        """`rank`: the sort key of the waiting sequences."""
+    def __init__(
+        self, kv: CacheManager, rank: Callable[[Sequence], Any], ended: Callable[[Sequence], None] | None = None
+    ) -> None:
+        """`rank`: the sort key of the waiting sequences. `ended`: is called with each sequence that has ended."""
         self.kv = kv
+        self._ended = ended
         self.outputs = OutputQueue()
         self.in_flight = InFlightSteps()
         self.waiting = SortedSequences(rank)
@@ -145,6 +148,8 @@ class Sequences:
         if sequence.state is SequenceState.FINISHED:  # ended with another beam of its search
             return
         self._leave(sequence)
+        if self._ended is not None:
+            self._ended(sequence)
         if self.kv.has_table(sequence):
             self.kv.free(sequence)
         sequence.state = SequenceState.FINISHED

@@ -23,7 +23,7 @@ from pagemill_engine.executing.eager import ThreadedRunner
 from pagemill_engine.kv.integrity import IntegrityError
 from pagemill_engine.kv.manager import CacheManager
 from pagemill_engine.loop.core import EngineCore
-from pagemill_engine.proposing.ngram import NgramProposer
+from pagemill_engine.proposing.ngram import Ngrams
 from pagemill_engine.sampling import runs, sampler
 from pagemill_engine.scheduler.proposals import Proposals
 from pagemill_models.tokenizer_files.load_bundle import load_bundle
@@ -160,7 +160,7 @@ def test_every_feature_gives_the_answers_of_decoding_without_proposals(
 def test_ngrams_give_the_answers_of_decoding_without_proposals(
     runner: Any, tokenizer: Tokenizer, plain: tuple[Answers, int]
 ) -> None:
-    found, num_steps = serve(runner, tokenizer, Proposals([NgramProposer]))
+    found, num_steps = serve(runner, tokenizer, Proposals([Ngrams()]))
     assert found == plain[0]
     assert num_steps <= plain[1]
 

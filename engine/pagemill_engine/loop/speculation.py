@@ -1,0 +1,77 @@
+"""Makes an engine's proposals from its settings and its runner, or says why it cannot have any.
+
+A package registers a method as an entry point of group `pagemill.proposers`: its name is what `speculative.method` is
+set to, its object a class that is made without arguments and has the functions of `proposing.base.Method`. It is asked
+beside the clients' predictions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib.metadata import entry_points
+
+from pagemill_engine.config import PROPOSER_GROUP, EngineConfig, SpeculationConfig
+from pagemill_engine.executing.base import RunnerInfo
+from pagemill_engine.proposing.base import Method
+from pagemill_engine.proposing.gain import MsOf
+from pagemill_engine.proposing.ngram import Ngrams
+from pagemill_engine.proposing.recent_answers import RecentAnswers
+from pagemill_engine.scheduler.proposals import Proposals
+from pagemill_engine.weights.errors import LoadError
+
+BUILT_IN: Mapping[str, tuple[Callable[[], Method], ...]] = {
+    "auto": (Ngrams, RecentAnswers),
+    "ngram": (Ngrams, RecentAnswers),
+}
+"""To add a method, add a file in `proposing` and an entry here, and its name to `config.PROPOSING`."""
+
+
+def proposals_of(config: EngineConfig, info: RunnerInfo, ms_of: MsOf) -> Proposals | None:
+    """Return the proposals of an engine, or None if nothing is proposed. `config`: with the limits of a step. Raises
+    `LoadError` if the engine cannot propose what its settings say."""
+    settings = config.speculative
+    if settings.method == "off" or info.pooling is not None:
+        return None
+    limit, is_chosen = config.step.max_num_batched_tokens, settings != SpeculationConfig()
+    if not info.takes_back or info.stages > 1:
+        if not is_chosen or settings.method == "auto":
+            return None
+        why = "runs in stages, several steps at once" if info.takes_back else "has states that take back no token"
+        raise _refused(f"method {settings.method} needs a model that can verify tokens; this one {why}; set it to off")
+    if is_chosen and settings.num_tokens >= limit:
+        raise _refused(
+            f"num_tokens is {settings.num_tokens}, but a step has {limit} tokens with the one that is sampled without "
+            "proposals; lower it, or raise max_num_batched_tokens"
+        )
+    try:
+        methods = _methods_of(settings.method)
+    except ValueError as error:
+        raise LoadError("SettingsUnsupported", str(error)) from error
+    if settings.method == "auto" and config.null_runner:  # its tokens are drawn, and repeat nothing
+        methods = []
+    if not config.enable_prefix_caching:  # then requests share nothing
+        methods = [method for method in methods if not isinstance(method, RecentAnswers)]
+    return Proposals(methods, settings.num_tokens, can_verify=info.can_verify, ms_of=ms_of)
+
+
+def _refused(what: str) -> LoadError:
+    return LoadError("SettingsUnsupported", f"`speculative`: {what}.")
+
+
+def _methods_of(name: str) -> list[Method]:
+    """Return the methods that are asked with this setting. Raises `ValueError` for one that cannot be used."""
+    if name in BUILT_IN:
+        return [make() for make in BUILT_IN[name]]
+    for entry in entry_points(group=PROPOSER_GROUP, name=name):
+        try:
+            method = entry.load()()
+        except Exception as error:
+            raise ValueError(_unusable(name, entry.value, f"{type(error).__name__}: {error}")) from error
+        if not isinstance(method, Method):
+            raise ValueError(_unusable(name, entry.value, "it has not the functions of a Method"))
+        return [method]
+    raise ValueError(f"`speculative.method` is {name!r}, and no installed package registers it. Install the package.")
+
+
+def _unusable(name: str, value: str, why: str) -> str:
+    return f"`speculative.method` {name} is registered as {value}, which cannot be used: {why}. Repair the package."

@@ -1,0 +1,166 @@
+"""Methods are chosen by name, packages can add some, and what one tenant was answered is proposed to no other."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from packages import install_package
+
+from pagemill_engine.config import EngineConfig, SpeculationConfig
+from pagemill_engine.loop.core import EngineCore
+from pagemill_engine.proposing import recent_answers
+from pagemill_engine.proposing.recent_answers import RecentAnswers
+from pagemill_engine.vllm_speculation import speculative_of
+from pagemill_engine.weights.errors import LoadError
+from pagemill_protocol.report.state import StepTimeParams
+from pagemill_protocol.report.step_time import StepTimeModel
+from pagemill_protocol.request.generate import GenerateRequest
+from pagemill_protocol.request.sampling import SamplingParams
+
+Make = Callable[..., Any]
+QUESTION = [*range(100, 140)]
+
+
+class Tokens(NamedTuple):
+    token_ids: list[int]
+    num_prompt_tokens: int
+    cache_root: bytes = b"tenant"
+    predicted_token_ids: list[int] = []  # noqa: RUF012
+
+
+def end(answers: RecentAnswers, prompt: list[int], answer: list[int], root: bytes = b"tenant") -> None:
+    answers.end(Tokens([*prompt, *answer], len(prompt), root))
+
+
+def proposed(answers: RecentAnswers, prompt: list[int], answer: list[int], root: bytes = b"tenant") -> list[int]:
+    return answers.begin(Tokens([*prompt, *answer], len(prompt), root)).propose(4)
+
+
+def test_an_answer_is_proposed_to_the_same_question_from_its_first_token() -> None:
+    answers = RecentAnswers()
+    assert proposed(answers, QUESTION, []) == []
+    end(answers, QUESTION, [1, 2, 3, 4, 5, 6])
+    assert proposed(answers, QUESTION, []) == [1, 2, 3, 4]
+    assert proposed(answers, QUESTION, [1, 2, 3]) == [4, 5, 6], "nothing is proposed behind its end"
+    assert proposed(answers, QUESTION, [7, 8]) == []
+    assert proposed(answers, QUESTION, [7, 8, 2, 3, 4]) == [5, 6]
+    end(answers, QUESTION, [1, 9, 9, 9])
+    assert proposed(answers, QUESTION, []) == [1, 9, 9, 9], "of equal places the latest"
+
+
+def test_nothing_of_another_tenant_or_another_beginning_is_proposed() -> None:
+    answers = RecentAnswers()
+    end(answers, QUESTION, [1, 2, 3, 4, 5, 6])
+    assert proposed(answers, QUESTION, [], b"other") == []
+    assert proposed(answers, [99, *QUESTION], []) == []
+    assert proposed(answers, [*QUESTION, 7], [2, 3, 4]) == [5, 6], "prompts that begin alike share answers"
+
+
+sizes = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 90)), max_size=60)
+
+
+@given(sizes)
+def test_the_answers_that_are_kept_are_bounded(each: list[tuple[int, int]]) -> None:
+    answers = RecentAnswers()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(recent_answers, "MOST_TOKENS", 300)
+        patched.setattr(recent_answers, "MOST_OF_ONE", 100)
+        for number, (beginning, size) in enumerate(each):
+            end(answers, [beginning, *QUESTION], [number % 9] * size)
+            kept = [len(texts.tokens) for texts in answers._answers.values()]
+            assert sum(kept) == answers._num_tokens <= 300
+            assert max(kept, default=0) <= 100
+        if each and each[-1][1] > 3:
+            assert next(reversed(answers._answers))[0] == each[-1][0], "the newest stays"
+
+
+def serve(core: EngineCore, name: str, salt: str) -> tuple[list[int], int]:
+    """Return the answer, and how many of its tokens were proposed."""
+    sampling = SamplingParams(max_tokens=40, ignore_eos=True, seed=3)
+    core.add(GenerateRequest(request_id=name, model="m", prompt_token_ids=QUESTION, sampling=sampling, cache_salt=salt))
+    answer, num_accepted = [], 0
+    while core.has_work:
+        for output in core.step().outputs:
+            answer += output.token_ids
+            num_accepted += output.num_accepted
+        core.check_integrity()
+    return answer, num_accepted
+
+
+def an_engine(make: Make, **settings: Any) -> EngineCore:
+    config = EngineConfig(model="m", overlap=False, **settings)
+    core = EngineCore(config, make(64, 16, 256, 5000))
+    core.step_time = StepTimeModel.from_params(StepTimeParams(knots_tokens=[1, 512], knot_ms=[10.0, 100.0]))
+    return core
+
+
+def test_a_repeated_request_is_proposed_its_answer_and_no_other_tenants(checking_runner: Make) -> None:
+    core = an_engine(checking_runner, speculative=SpeculationConfig(method="ngram"))
+    first, num_first = serve(core, "a", "one")
+    other, num_other = serve(core, "b", "two")
+    again, num_again = serve(core, "c", "one")
+    assert first == other == again
+    assert num_first == num_other == 0
+    assert num_again > 30
+
+
+def test_requests_share_no_answers_where_they_share_no_prefixes(checking_runner: Make) -> None:
+    settings = SpeculationConfig(method="ngram")
+    core = an_engine(checking_runner, speculative=settings, enable_prefix_caching=False)
+    assert [serve(core, name, "")[1] for name in "ab"] == [0, 0]
+
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "speed-up-by-speculation.md"
+
+
+def test_a_package_can_add_a_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checking_runner: Make) -> None:
+    (code,) = re.findall(r"## Add a method.*?```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    entries = "countdown = countdown:Countdown", "broken = countdown:nothing", "half = countdown:Falling.propose"
+    install_package(tmp_path, monkeypatch, "countdown", code, "pagemill.proposers", *entries)
+    for name in ("broken", "half"):
+        with pytest.raises(LoadError, match=f"method` {name} is registered as countdown"):
+            an_engine(checking_runner, speculative=SpeculationConfig(method=name))
+    core = an_engine(checking_runner, speculative=speculative_of({"method": "countdown", "num_speculative_tokens": 3}))
+    assert len(serve(core, "a", "")[0]) == 40
+    proposed = [tokens for plan in core.runner.plans for tokens in plan.proposals.values()]
+    assert proposed
+    assert all(tokens == [*range(tokens[0], tokens[0] - len(tokens), -1)] for tokens in proposed)
+
+
+def test_an_unknown_method_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"no method 'unknown'; there are auto, ngram, off"):
+        SpeculationConfig(method="unknown")
+
+
+@pytest.mark.parametrize(
+    ("settings", "info", "match"),
+    [
+        ({"method": "ngram", "num_tokens": 16}, {}, "num_tokens is 16, but a step has 16 tokens"),
+        ({"method": "auto", "num_tokens": 16}, {}, "num_tokens is 16"),
+        ({"method": "ngram"}, {"takes_back": False}, "has states that take back no token; set it to off"),
+        ({"method": "ngram"}, {"stages": 2}, "runs in stages"),
+    ],
+)
+def test_proposals_that_cannot_be_verified_are_refused_before_ready(
+    checking_runner: Make, settings: dict[str, Any], info: dict[str, Any], match: str
+) -> None:
+    runner = checking_runner(64, 16, 256, 50)
+    runner.info = runner.info._replace(**info)
+    config = EngineConfig(model="m", speculative=SpeculationConfig(**settings), max_num_batched_tokens=16)
+    with pytest.raises(LoadError, match=match):
+        EngineCore(config, runner)
+
+
+def test_the_default_leaves_such_engines_without_proposals(checking_runner: Make) -> None:
+    for info in ({"takes_back": False}, {"stages": 2}):
+        runner = checking_runner(64, 16, 256, 50)
+        runner.info = runner.info._replace(**info)
+        assert EngineCore(EngineConfig(model="m"), runner)._proposals is None
+    small = EngineConfig(model="m", max_num_batched_tokens=4)
+    assert EngineCore(small, checking_runner(64, 16, 256, 50))._proposals is not None
