@@ -81,8 +81,7 @@ class RecentAnswerProposer:
 
     def propose(self, most: int) -> list[int]:
         answers = self._answers.get(self._beginning)
-        match = answers and answers.history.find(answers.tokens, self._token_ids)
-        if answers is None or match is None:
+        if answers is None or (match := answers.history.find(answers.tokens, self._token_ids)) is None:
             return []
         self.agreement = match.length
         tokens = answers.tokens[match.end : match.end + most].tolist()

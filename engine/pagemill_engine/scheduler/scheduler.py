@@ -74,7 +74,7 @@ class Scheduler:
         self._clock = clock
         self._admission = Admission(limits)
         self._rank = low_priority_last(POLICIES[limits.policy])
-        self._sequences = sequences = Sequences(self.kv, self._rank, proposals and proposals.end)
+        self._sequences = sequences = Sequences(self.kv, self._rank, proposals.end if proposals else None)
         self._waiting, self._running, self._choices = sequences.waiting, sequences.running, sequences.choices
         self._in_flight = sequences.in_flight
         self._beams = BeamSearches(sequences)
