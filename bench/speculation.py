@@ -196,8 +196,8 @@ def main() -> None:
             served = serve(turn, prompts, arguments.tokens, temperature)
             per_step, answer = served["auto"].tokens_per_step, served["auto"].answers[0]
             if number:  # the first round warms up
-                for method, each in served.items():
-                    speeds[method].append(each.tokens_per_s)
+                for method, part in served.items():
+                    speeds[method].append(part.tokens_per_s)
                 ratios.append(served["auto"].tokens_per_s / served["off"].tokens_per_s)
         best = replay(engines["off"].tokenizer.encode(prompts[0]), answer)
         verdict = "loop" if is_loop(answer) else ""
