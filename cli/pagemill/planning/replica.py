@@ -22,7 +22,7 @@ from pagemill.planning.placement import place
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.ipc.messages import MemoryBudget
 from pagemill_engine.server.fit import RUNTIME_BYTES
-from pagemill_engine.sizing.budget import MemoryPlan, Sizes, plan_memory
+from pagemill_engine.sizing.budget import MemoryPlan, RankSizes, Sizes, plan_memory
 from pagemill_engine.sizing.memory import MemoryState, measure_memory
 from pagemill_engine.weights.errors import LoadError
 from pagemill_engine.weights.quantized import SCALED
@@ -95,6 +95,9 @@ class PlannedReplica(NamedTuple):
     """The blocks that requests of `max_model_len` tokens find; `None`: those of `shape`."""
     alone: SingleRequestLatency | None = None
     """The latencies of one request alone; `None` unless measured on this machine."""
+    ranks: tuple[RankSizes, ...] = ()
+    """The parts of several processes."""
+    ranks_of_stage: int = 1
 
 
 class ReplicaOptions(NamedTuple):
@@ -167,15 +170,17 @@ def _on_accelerator(
 def _on_cpu(
     memory_bytes: int | None, config: EngineConfig, header: Header, fit: StepTimeParams, fit_from: str, length: int
 ) -> PlannedReplica:
-    from pagemill_engine.sizing.sizing import sizes_here
+    from pagemill_engine.sizing.rank_parts import together
+    from pagemill_engine.sizing.sizing import ranks_here, sizes_here
 
     spec = header.spec
-    sizes = sizes_here(config, header.path, spec)
-    memory = plan_memory(config, spec, sizes, _pod_memory(memory_bytes) if memory_bytes else measure_memory())
+    ranks = ranks_here(config, header.path, spec)
+    sizes = together(sizes_here(config, header.path, spec), ranks)
+    memory = plan_memory(config, spec, sizes, _pod_memory(memory_bytes) if memory_bytes else measure_memory(), ranks)
     device = "CPU with resources.memory" if memory_bytes else "CPU with the memory of this machine"
     cache = _divided(config, spec, memory.num_blocks)
     replica = _replica(config, spec, sizes, memory, fit, device, fit_from, cache)
-    return _holding(replica, cache, length)
+    return _holding(replica, cache, length)._replace(ranks=tuple(ranks), ranks_of_stage=config.tensor_parallel_size)
 
 
 def _divided(config: EngineConfig, spec: ModelSpec, num_blocks: int) -> CacheBlocks:
@@ -236,17 +241,20 @@ def _measured(
             "be measured with it; name an accelerator with --accelerator, or step times with --fit"
         )
     from pagemill_engine.sizing.kv_sizes import CacheBlocks
+    from pagemill_engine.sizing.sizing import ranks_here
 
     measured = asyncio.run(measure(config, input_tokens, output_tokens, options.measure_s, options.show_progress))
     ready, limits = measured.ready, measured.ready.limits
     cache, budget = CacheBlocks(limits.kinds, limits.blocks_of_kinds), ready.memory
     memory_bytes = plan.groups[0].process.memory_bytes
+    with _engines_refusals():
+        ranks = ranks_here(config, path, load_model_spec(path))
     if memory_bytes and budget is not None:
         # The pod runs the native CPU kernels: activations are float32 and weights are not gathered.
         sizes = Sizes(ready.weight_bytes, ready.kv_bytes_per_token, item_bytes=4, gathers=False)
         with _engines_refusals():
             spec = load_model_spec(path)
-            num_blocks, budget = plan_memory(config, spec, sizes, _pod_memory(memory_bytes))
+            num_blocks, budget = plan_memory(config, spec, sizes, _pod_memory(memory_bytes), ranks)
             cache = _divided(config, spec, num_blocks)
     num_blocks = cache.counts[0]
     replica = PlannedReplica(
@@ -261,6 +269,8 @@ def _measured(
         step_time_from=f"measured on this machine, with up to {measured.most_at_once} requests at once",
         overlaps=bool(config.overlap),
         alone=measured.alone,
+        ranks=tuple(ranks),
+        ranks_of_stage=config.tensor_parallel_size,
     )
     return _holding(replica, cache, input_tokens + output_tokens)
 

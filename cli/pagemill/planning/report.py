@@ -35,6 +35,15 @@ def body_of(answer: PlanAnswer) -> dict[str, Any]:
             "note": answer.note,
             "weightBytes": replica.weight_bytes,
             "kvBytesPerToken": replica.kv_bytes_per_token,
+            "ranks": [
+                {
+                    "weightBytes": each.sizes.weight_bytes,
+                    "kvBytesPerToken": each.sizes.kv_bytes_per_token,
+                    "kvHeads": each.spec.num_kv_heads,
+                    "layers": each.spec.num_layers,
+                }
+                for each in replica.ranks
+            ],
             "numBlocks": shape.num_blocks,
             "blockSize": shape.block_size,
             "maxModelLen": replica.max_model_len,
@@ -107,6 +116,10 @@ def _properties(answer: PlanAnswer) -> list[tuple[str, str]]:
         ),
         ("step times", replica.step_time_from + (f"; typical error {fit.error_p50:.0%}" if fit.error_p50 else "")),
     ]
+    if replica.ranks:
+        from pagemill_engine.sizing.rank_parts import describe_ranks  # imports what reads weights
+
+        rows[2:2] = [("processes", line) for line in describe_ranks(replica.ranks, replica.ranks_of_stage)]
     if replica.budget is not None:
         free = f"{_size(replica.budget.free_bytes)} of {_size(replica.budget.limit_bytes)} left in full use"
         rows.insert(3, ("memory", free))

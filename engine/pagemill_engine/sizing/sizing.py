@@ -13,7 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.sizing.budget import Sizes
+from pagemill_engine.sizing.budget import RankSizes, Sizes
 from pagemill_engine.sizing.compute import (
     Compute,
     check_by_transformers,
@@ -22,6 +22,7 @@ from pagemill_engine.sizing.compute import (
     choose_compute,
 )
 from pagemill_engine.sizing.kv_sizes import kv_bytes_per_token
+from pagemill_engine.sizing.rank_parts import rank_sizes
 from pagemill_engine.weights.declared import DeclaredWeights
 from pagemill_engine.weights.early_digest import EarlyDigest
 from pagemill_engine.weights.opening import open_weights, shape_only_weights
@@ -76,6 +77,15 @@ def sizes_here(config: EngineConfig, path: Path, spec: ModelSpec) -> Sizes:
     return _sizes(config, path, spec, storage_forms(choose_compute(config, spec)))
 
 
+def ranks_here(config: EngineConfig, path: Path, spec: ModelSpec) -> list[RankSizes]:
+    """Return what each of several processes on this machine holds; none for one process. Raises `LoadError`."""
+    if config.num_ranks == 1:
+        return []
+    storage = storage_forms(choose_compute(config, spec))
+    weights = _weights(config, path, spec, storage)
+    return rank_sizes(config, weights, spec, lambda own, part: sizes_of(config, own, part, storage))
+
+
 def sizes_on_gpu(config: EngineConfig, path: Path, spec: ModelSpec) -> Sizes:
     """Return the sizes on an NVIDIA device, which need not be present. Raises `LoadError`."""
     on_device = msgspec.structs.replace(config, device="cuda")
@@ -88,12 +98,14 @@ def sizes_on_gpu(config: EngineConfig, path: Path, spec: ModelSpec) -> Sizes:
 
 
 def _sizes(config: EngineConfig, path: Path, spec: ModelSpec, storage: StorageForms) -> Sizes:
+    return sizes_of(config, _weights(config, path, spec, storage), spec, storage)
+
+
+def _weights(config: EngineConfig, path: Path, spec: ModelSpec, storage: StorageForms) -> WeightSource:
     small_floats = storage.weights.small_floats
     if path.is_dir() and lacks_weights(path):
-        weights = _rounded(config, path, spec, shape_only_weights(path, spec, small_floats))
-    else:
-        weights = weights_of(config, path, spec, small_floats)
-    return sizes_of(config, weights, spec, storage)
+        return _rounded(config, path, spec, shape_only_weights(path, spec, small_floats))
+    return weights_of(config, path, spec, small_floats)
 
 
 def sizes_of(config: EngineConfig, weights: WeightSource, spec: ModelSpec, storage: StorageForms) -> Sizes:
