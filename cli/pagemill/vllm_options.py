@@ -66,6 +66,8 @@ def _name_of(option: str) -> tuple[str, bool]:
 def _options(argument: Argument, option: str, denied: bool, left: list[str], note: Callable[[str], None]) -> list[str]:
     if argument.sets == "served_names":
         return [word for value in _values(left) for word in ("--served-name", value)]
+    if argument.sets == "lora_modules":
+        return [word for value in _values(left) for word in ("--lora-modules", value)]
     if argument.sets == "enable_prefix_caching":
         return ["--no-prefix-caching" if denied else "--prefix-caching"]
     if argument.sets == "cuda_graphs":

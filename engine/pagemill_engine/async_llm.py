@@ -19,7 +19,7 @@ from pagemill_engine.ipc.channels import EngineChannel
 from pagemill_engine.ipc.messages import TokensOut
 from pagemill_engine.ipc.process import EngineProcess
 from pagemill_engine.offline import Prompt, config_of, priorities_of
-from pagemill_engine.offline_adapters import check_none
+from pagemill_engine.offline_adapters import LoRARequest, requests_of, serves_none
 from pagemill_engine.offline_prompts import EncodedPrompt, PromptEncoder
 from pagemill_engine.output.collecting import CollectedRequest
 from pagemill_engine.output.processor import Frame, Progress, engine_error
@@ -30,7 +30,8 @@ from pagemill_engine.server.metrics import ServerMetrics
 from pagemill_engine.server.phases.lifecycle import Lifecycle
 from pagemill_engine.server.phases.sleeping import Sleeping
 from pagemill_engine.server.phases.state_stream import StatePublisher
-from pagemill_models.sources import SourceError, default_name
+from pagemill_models.adapters.errors import AdapterError, refused
+from pagemill_models.sources import SourceError, default_name, resolve_adapter
 from pagemill_protocol.errors import PagemillError, invalid_field
 from pagemill_protocol.request.generate import FrameMeta, GenerateRequest, Usage
 from pagemill_protocol.request.sampling import SamplingParams
@@ -56,6 +57,7 @@ class AsyncLLM:
         self._process = EngineProcess.launch(config)
         self._end_process = weakref.finalize(self, self._process.discard)
         self._streams: dict[str, _Stream] = {}
+        self._digests: dict[LoRARequest, str] = {}
         self._starting: asyncio.Task[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._ready = asyncio.Event()
@@ -93,15 +95,16 @@ class AsyncLLM:
         A slow caller gets fewer, larger outputs. The request ends when its caller leaves the loop. Raises like
         `LLM.generate`.
         """
-        check_none(lora_request)
+        (adapter,) = requests_of(lora_request, 1)
         await self._serving()
+        digest = "" if adapter is None else await self._digest(adapter)
         encoded: list[EncodedPrompt] = await asyncio.to_thread(self._encoder.prompts, prompt, sampling_params)
         if len(encoded) != 1:
             raise invalid_field("prompt", f"prompt has {len(encoded)} prompts. Call generate once for each.")
         name = request_id or f"request-{uuid.uuid4().hex}"
         if name in self._streams:
             raise invalid_field("request_id", f"A request with id {name[:80]!r} is already running.")
-        request = self._encoder.request(encoded[0], name, priorities_of([priority], 1)[0])
+        request = self._encoder.request(encoded[0], name, priorities_of([priority], 1)[0], digest)
         stream = _Stream(request, encoded[0].text, self._encoder.tokenizer)
         self._client.submit(request, stream, stream.answer)
         self._streams[name] = stream
@@ -113,6 +116,18 @@ class AsyncLLM:
         finally:
             del self._streams[name]
             self._client.abort(stream.answer)
+
+    async def _digest(self, adapter: LoRARequest) -> str:
+        """Return the digest of an adapter, which is read at its first use. Raises `PagemillError`."""
+        if not self._encoder.config.enable_lora:
+            raise serves_none("AsyncLLM")
+        if adapter not in self._digests:
+            try:
+                path = await asyncio.to_thread(resolve_adapter, adapter.lora_path, "lora_path")
+                self._digests[adapter] = (await self._client.adapters.load(path)).digest
+            except (AdapterError, SourceError) as error:
+                raise refused(error.message, "lora_request") from error
+        return self._digests[adapter]
 
     async def abort(self, request_id: str | Sequence[str]) -> None:
         """End requests; their last output has `finish_reason` "abort". Ids of ended requests are ignored."""

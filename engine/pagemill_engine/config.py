@@ -9,6 +9,7 @@ import msgspec
 
 from pagemill_models.adapters.limits import MAX_RANK
 from pagemill_models.tokenizer_files.generation_defaults import GenerationConfig, GenerationDefaults
+from pagemill_protocol.report.adapters import WantedAdapter
 from pagemill_protocol.report.state import StepTimeParams
 from pagemill_protocol.request.answer_format import ControlTokenMode, HostedToolMode
 from pagemill_protocol.request.sampling import MAX_ANSWER_VALUES
@@ -204,6 +205,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_cpu_loras: int | None = None
     """Adapters that stay in memory, those that steps use included; others are loaded again from their folders when
     they are asked for. `None`: `max_loras`."""
+    lora_modules: list[WantedAdapter] = []
+    """Adapters to serve from the start. The engine does not start if one of them is refused."""
+    adapters_file: str | None = None
+    """File that lists adapters to serve: `{"adapters": [{"name": "a", "source": "s3://B/P", "pinned": true}]}`.
+    A change takes effect within seconds. What is wrong with an adapter concerns only that adapter."""
     null_runner: bool = False
     """Simulated device: real scheduler, KV cache and HTTP, but no model; steps wait the predicted time."""
     num_kv_blocks: int | None = None
@@ -242,6 +248,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(
                 f"tensor_parallel_size x pipeline_parallel_size must be at most {MOST_RANKS} processes, got {sizes}"
             )
+        if not self.enable_lora and (self.lora_modules or self.adapters_file is not None):
+            name = "lora_modules" if self.lora_modules else "adapters_file"
+            raise ValueError(f"{name} needs enable_lora: set it, or remove {name}")
         if self.max_lora_rank > MAX_RANK:
             raise ValueError(f"max_lora_rank must be at most {MAX_RANK}, got {self.max_lora_rank}")
 
@@ -291,6 +300,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A client's connection that is idle for this long is closed; longer than proxies and gateways keep theirs."""
     body_timeout_s: float = 30.0
     """Longest time for a request body to arrive; a slower one gets 408."""
+    enable_lora_routes: bool = False
+    """Whether clients may load and unload adapters, by vLLM's routes `/v1/load_lora_adapter` and
+    `/v1/unload_lora_adapter`. A client names any path or source that the engine can read."""
     tracing: TracingConfig | None = None
     """OpenTelemetry traces of requests that clients send to this engine directly. A gateway traces the requests that
     it sends."""

@@ -5,23 +5,24 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.loop.adapter_requests import AdapterRequests, refused
-from pagemill_models.adapters.errors import AdapterError
-from pagemill_protocol.errors import invalid_field, show_python
+from pagemill_engine.loop.adapter_requests import AdapterRequests
+from pagemill_models.adapters.errors import AdapterError, refused
+from pagemill_models.sources import SourceError, resolve_adapter
+from pagemill_protocol.errors import PagemillError, invalid_field, show_python
 
 
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
-    """An adapter in a folder that PEFT wrote, with vLLM's field names."""
+    """An adapter that PEFT wrote, with vLLM's field names."""
 
     lora_name: str
     lora_int_id: int
     """Number of the adapter, from 1. One with another number is read again from its folder."""
     lora_path: str
+    """Its folder, or any source that a model may have."""
 
     def __post_init__(self) -> None:
         if not self.lora_name or not isinstance(self.lora_name, str):
@@ -46,14 +47,19 @@ class OfflineAdapters:
 
     def _digest(self, request: LoRARequest) -> str:
         if self._requests is None:
-            message = "This LLM serves no adapters. Make it with enable_lora=True."
-            raise invalid_field("lora_request", message, code="unsupported_parameter")
+            raise serves_none("LLM")
         if request not in self._digests:
             try:
-                self._digests[request] = self._requests.load(Path(request.lora_path)).digest
-            except AdapterError as error:
-                raise refused(error, "lora_request") from error
+                path = resolve_adapter(request.lora_path, "lora_path")
+                self._digests[request] = self._requests.load(path).digest
+            except (AdapterError, SourceError) as error:
+                raise refused(error.message, "lora_request") from error
         return self._digests[request]
+
+
+def serves_none(name: str) -> PagemillError:
+    message = f"This {name} serves no adapters. Make it with enable_lora=True."
+    return invalid_field("lora_request", message, code="unsupported_parameter")
 
 
 def requests_of(lora_request: Any, num_prompts: int) -> Sequence[LoRARequest | None]:

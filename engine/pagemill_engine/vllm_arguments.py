@@ -7,12 +7,14 @@ itself.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from pagemill_engine.vllm_speculation import speculative_of
 from pagemill_protocol.errors import show_python
+from pagemill_protocol.report.adapters import WantedAdapter
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +49,6 @@ _ONE = (
     "behind `pagemill gateway`."
 )
 _TEXT = "Models here read text only."
-_NO_LORA = "Servers take no adapters yet; `LLM(enable_lora=True)` does. Merge the adapter into the model's weights."
 _LOGS = "Requests are not logged one by one; counters are at /metrics."
 _POOLS = "The model's files say whether it generates text, embeds or scores. Remove it."
 _FOLDER = "The model's folder or file decides it. Name a revision in the source: hf://ORG/NAME@REVISION."
@@ -125,11 +126,9 @@ ARGUMENTS: Mapping[str, Argument] = {
     "task": Argument(_POOLS, ("auto", "generate", None)),
     "convert": Argument(_POOLS, ("auto", "none")),
     "pooler_config": Argument(_POOLS, (None,)),
-    "enable_lora": Argument(_NO_LORA, (False, None), only="serve"),
-    "max_loras": Argument(_NO_LORA, ANY, only="serve"),
-    "max_lora_rank": Argument(_NO_LORA, ANY, only="serve"),
-    "max_cpu_loras": Argument(_NO_LORA, ANY, only="serve"),
-    "lora_modules": Argument(_NO_LORA, (None,), only="serve"),
+    "lora_modules": Argument(
+        "Adapters from the start, `NAME=PATH` or as JSON.", sets="lora_modules", option="lora-modules", only="serve"
+    ),
     "lora_dtype": Argument("Adapters are kept in bfloat16 beside native kernels, else in float32.", ("auto",)),
     "fully_sharded_loras": Argument(_ONE, (False,)),
     "default_mm_loras": Argument(_TEXT, (None,)),
@@ -213,6 +212,25 @@ def value_of(argument: Argument, value: Any) -> Any:
     if argument.sets == "served_names" and isinstance(plain, str):
         return [plain]
     return argument.values.get(plain, plain) if isinstance(plain, str | bool | None) else plain
+
+
+def lora_module(text: str) -> WantedAdapter:
+    """Return the adapter of `NAME=PATH`, or of the JSON form. Raises `ValueError`."""
+    name: Any
+    name, _, path = text.partition("=")
+    why = "it lacks a name or a path"
+    if text.lstrip().startswith("{"):
+        try:
+            fields = json.loads(text)
+        except ValueError as error:
+            fields, why = {}, str(error)
+        name, path = fields.get("name"), fields.get("path")
+        if unknown := sorted(fields.keys() - {"name", "path", "base_model_name"}):
+            name, why = None, f"it has the unknown key `{unknown[0]}`"
+    if not isinstance(name, str) or not isinstance(path, str) or not name or not path:
+        form = 'Write NAME=PATH, or {"name": "NAME", "path": "PATH"}.'
+        raise ValueError(f"`lora_modules` {text[:200]!r}: {why}. {form}")
+    return WantedAdapter(name=name, source=path)
 
 
 def takes(argument: Argument, value: Any) -> bool:

@@ -86,6 +86,13 @@ CASES: dict[str, dict[str, Case]] = {
         "tls_key_file": ("--tls-cert-file c", "--tls-key-file k"),
         "speculative_config": ("", '--speculative-config {"method":"ngram"}'),
         "trace_sample_ratio": ("--otlp-traces-endpoint http://a/v1/traces", "--trace-sample-ratio 0.5"),
+        "enable_lora": ("", "--enable-lora"),
+        "lora_modules": ("--enable-lora", "--lora-modules a=b"),
+        "adapters_file": ("--enable-lora", "--adapters-file adapters.json"),
+        "max_loras": ("--enable-lora", "--max-loras 2"),
+        "max_lora_rank": ("--enable-lora", "--max-lora-rank 64"),
+        "max_cpu_loras": ("--enable-lora", "--max-cpu-loras 4"),
+        "enable_lora_routes": ("--enable-lora", "--enable-lora-routes"),
     },
     "gateway": {
         "settings": (_ENGINE, "--settings gateway.json"),

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from pagemill.main import LazyCommand, app
 from pagemill.vllm_options import is_flag, rewritten
-from pagemill_engine.vllm_arguments import ARGUMENTS
+from pagemill_engine.vllm_arguments import ARGUMENTS, lora_module
 
 
 @pytest.mark.parametrize(
@@ -40,6 +40,30 @@ def test_options_are_translated_to_those_of_pagemill(given: str, ours: str) -> N
     assert notes == []
 
 
+def test_adapters_are_given_as_to_vllm() -> None:
+    given = ["MODEL", "--enable-lora", "--lora-modules", "a=/a", '{"name": "b", "path": "/b"}', "--max-loras", "4"]
+    assert rewritten([*given, "--max_cpu_loras=8"], lambda line: None) == [
+        "MODEL", "--enable-lora", "--lora-modules", "a=/a", "--lora-modules", '{"name": "b", "path": "/b"}',
+        "--max-loras", "4", "--max-cpu-loras=8",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ("name", "it lacks a name or a path"),
+        ("=path", "it lacks a name or a path"),
+        ('{"name": "a"}', "it lacks a name or a path"),
+        ('{"name": "a", "path": "b", "rank": 8}', "unknown key `rank`"),
+        ('{"name": "a"', "Expecting"),
+    ],
+)
+def test_an_adapter_that_cannot_be_read_is_refused_with_its_forms(given: str, why: str) -> None:
+    with pytest.raises(ValueError, match="Write NAME=PATH") as refused:
+        lora_module(given)
+    assert why in str(refused.value)
+
+
 def test_options_without_effect_are_accepted_with_a_note_each() -> None:
     notes: list[str] = []
     given = "--trust-remote-code MODEL --data-parallel-size 1 --gpu-memory-utilization 0.9 --swap-space=4 "
@@ -53,7 +77,6 @@ def test_options_without_effect_are_accepted_with_a_note_each() -> None:
     ("given", "message"),
     [
         ("--data-parallel-size 2", "--data-parallel-size 2 is not supported. One engine computes a model"),
-        ("--enable-lora", "--enable-lora is not supported. Servers take no adapters yet"),
         ("--no-enable-chunked-prefill", "--no-enable-chunked-prefill is not supported. Long prompts"),
         ("--task embed", "--task embed is not supported. The model's files say whether it"),
         ("--num-gpu-blocks-override 9", "--kv-cache-memory sets it"),

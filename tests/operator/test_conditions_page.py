@@ -14,7 +14,16 @@ PAGE = ROOT / "docs" / "reference" / "conditions.md"
 OPERATOR = ROOT / "operator" / "pagemill_operator"
 DECIDING = [OPERATOR / "status" / "conditions.py", *(OPERATOR / "backends" / "kubernetes" / "observe").glob("*.py")]
 RAISING = [path for package in ("engine/pagemill_engine", "libs") for path in (ROOT / package).rglob("*.py")]
-ERRORS = ("LoadError", "FetchError", "StartupError", "SourceError", "Fatal", "EngineFault", "ListenError")
+ERRORS = (
+    "AdapterError",
+    "LoadError",
+    "FetchError",
+    "StartupError",
+    "SourceError",
+    "Fatal",
+    "EngineFault",
+    "ListenError",
+)
 CAMEL = re.compile(r"[A-Z][A-Za-z]*[a-z][A-Z][A-Za-z]*|OOMKilled")
 OTHERS = {
     "Planned",

@@ -23,7 +23,9 @@ from pagemill_engine.failure import StartupError
 from pagemill_engine.ipc.messages import MemoryBudget, Ready
 from pagemill_engine.server.routes.keys import check_keys
 from pagemill_engine.server.settings import Settings
+from pagemill_engine.vllm_arguments import lora_module
 from pagemill_engine.vllm_speculation import speculative_of
+from pagemill_models.adapters.limits import MAX_RANK
 from pagemill_models.tokenizer_files.generation_defaults import GenerationConfig
 from pagemill_protocol.resource.quantities import memory_bytes
 from pagemill_servers.auth import is_loopback_address
@@ -150,6 +152,35 @@ class ServeCommand(CommandWithOptions):
     prefix_caching: Annotated[bool, typer.Option(help="Reuse the KV cache of prompt prefixes that requests share.")] = (
         True
     )
+    enable_lora: Annotated[
+        bool, typer.Option(help="Serve LoRA adapters beside the model, under names of their own.")
+    ] = False
+    lora_modules: Annotated[
+        list[str] | None,
+        typer.Option(
+            help='Adapter to serve from the start, NAME=PATH or {"name": "NAME", "path": "PATH"}; PATH is a folder '
+            "that PEFT wrote, or any source that MODEL may have. May be repeated."
+        ),
+    ] = None
+    adapters_file: Annotated[
+        Path | None,
+        typer.Option(
+            help='File that lists adapters, {"adapters": [{"name": "NAME", "source": "PATH"}]}; a change takes effect '
+            "within seconds."
+        ),
+    ] = None
+    max_loras: Annotated[int, typer.Option(help="Number of adapters that one step may use.", min=1)] = 1
+    max_lora_rank: Annotated[int, typer.Option(help="Largest rank of an adapter.", min=1, max=MAX_RANK)] = 16
+    max_cpu_loras: Annotated[
+        int | None, typer.Option(help="Number of adapters that stay in memory (default: --max-loras).", min=1)
+    ] = None
+    enable_lora_routes: Annotated[
+        bool,
+        typer.Option(
+            "--enable-lora-routes",
+            help="Let clients load and unload adapters by /v1/load_lora_adapter and /v1/unload_lora_adapter.",
+        ),
+    ] = False
     tls_cert_file: Annotated[
         Path | None,
         typer.Option(
@@ -264,6 +295,12 @@ class ServeCommand(CommandWithOptions):
             reasoning_parser=self.reasoning_parser,
             enable_prefix_caching=self.prefix_caching,
             speculative=_speculative(self.speculative_config),
+            enable_lora=self.enable_lora,
+            lora_modules=[lora_module(each) for each in self.lora_modules or []],
+            adapters_file=None if self.adapters_file is None else str(self.adapters_file),
+            max_loras=self.max_loras,
+            max_lora_rank=self.max_lora_rank,
+            max_cpu_loras=self.max_cpu_loras,
         )
 
     def _server(self) -> ServerConfig:
@@ -281,6 +318,7 @@ class ServeCommand(CommandWithOptions):
             control_allowed_hosts=self.control_allowed_host or [],
             tls=_tls(self.tls_cert_file, self.tls_key_file),
             drain_timeout_s=self.drain_timeout,
+            enable_lora_routes=self.enable_lora_routes,
             tracing=_tracing(self.otlp_traces_endpoint, self.trace_sample_ratio),
         )
 
@@ -378,7 +416,7 @@ def budget_table(ready: Ready, memory: MemoryBudget) -> Table:
             memory.kv_bytes,
             f"{blocks}, {ready.kv_bytes_per_token / 1024:.1f} KiB per token ({ready.limits.kv_dtype})",
         ),
-        *([("Adapters", memory.adapter_bytes, "of the largest rank")] if memory.adapter_bytes else []),
+        *([("Adapters", memory.adapter_bytes, "of the largest rank, on all layers")] if memory.adapter_bytes else []),
         ("Activations", memory.activation_bytes, f"{_largest_step(memory)}: {step}"),
         ("Engine process", memory.process_bytes, "interpreter and libraries, measured before the model was loaded"),
         (

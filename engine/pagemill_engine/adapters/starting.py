@@ -9,14 +9,12 @@ from pagemill_engine.adapters.store import AdapterLimits, AdapterStore
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.weights.errors import LoadError
 from pagemill_engine.weights.source import WeightSource
+from pagemill_kernels.adapters.native import PANEL, RANKS
 from pagemill_kernels.arrays import Array
 from pagemill_models.declaration.declaration import DecoderSpec
 from pagemill_models.sharding.linears import linears
 from pagemill_models.sources import default_name
 from pagemill_models.spec.model_spec import ModelSpec
-
-_PADDED = 8
-"""Ranks of packed matrices are multiples of it."""
 
 
 def limits_of(config: EngineConfig) -> AdapterLimits:
@@ -25,14 +23,19 @@ def limits_of(config: EngineConfig) -> AdapterLimits:
     )
 
 
-def adapter_bytes(config: EngineConfig, decoder: DecoderSpec, item_bytes: int = 2) -> int:
-    """Return the memory of all adapters that are kept on the host, each of the largest rank on all linear layers."""
+def adapter_bytes(config: EngineConfig, decoder: DecoderSpec, *, packed: bool) -> int:
+    """Return the memory of all adapters that are kept on the host, each of the largest rank on all linear layers, and
+    of one more while it is read: its float32 values beside what becomes of them."""
     if not config.enable_lora:
         return 0
-    limits, values = limits_of(config), 0
+    limits, kept, read = limits_of(config), 0, 0
     for use in linears(decoder):
-        values += use.spec.in_features * len(use.spec.parts) + use.spec.out_features
-    return limits.max_cpu_loras * values * -(-limits.max_lora_rank // _PADDED) * _PADDED * item_bytes
+        rows = [part.rows for part in use.spec.parts]
+        ins = use.spec.in_features * len(rows)
+        kept += ins + (sum(-(-each // PANEL) * PANEL for each in rows) if packed else sum(rows) * len(rows))
+        read += ins + sum(rows)
+    ranks = -(-limits.max_lora_rank // RANKS) * RANKS
+    return ranks * (kept * (2 if packed else 4) * (limits.max_cpu_loras + 1) + read * 4)
 
 
 def check_serves(config: EngineConfig, spec: ModelSpec, device: str) -> None:

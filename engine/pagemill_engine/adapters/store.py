@@ -1,8 +1,8 @@
 """Adapters on the host: which are known, which are loaded, and which are dropped for others.
 
-Loading runs on a thread beside the steps. Loaded adapters are kept up to a number, those first that are in use or
-pinned, then those used last; a known adapter that was dropped is loaded again from its folder. All methods are called
-by the engine's loop; `get` also by a runner's thread.
+Loading runs on a thread beside the steps. At most `max_cpu_loras` are kept: those first that are in use or needed soon,
+then pinned ones, then those used last. A known adapter that was dropped is loaded again from its folder. All methods
+are called by the engine's loop; `get` also by a runner's thread.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class AdapterStore:
         self.num_evictions = 0
 
     def keep_while(self, in_use: Callable[[str], bool]) -> None:
-        """Never drop the adapters, by digest, for which `in_use` is true."""
+        """Never drop the adapters, by digest, for which `in_use` is true. It is true for `max_cpu_loras` at most."""
         self._in_use = in_use
 
     @property
@@ -86,9 +86,13 @@ class AdapterStore:
     def add(self, folder: Path, adapter: LoadedAdapter, *, pinned: bool = False) -> None:
         """Know an adapter, which was read from `folder`, and keep it as long as there is room."""
         self._folders[adapter.digest] = folder
-        if pinned:
-            self._pinned.add(adapter.digest)
+        (self._pinned.add if pinned else self._pinned.discard)(adapter.digest)
         self._keep(adapter)
+        if pinned and len(self._pinned) > self.limits.max_cpu_loras:
+            logger.warning(
+                "%d adapters are pinned and %d are kept in memory: others are loaded again when they are asked for. "
+                "Raise max_cpu_loras.", len(self._pinned), self.limits.max_cpu_loras
+            )  # fmt: skip
 
     def forget(self, digest: str) -> None:
         """Accept no further requests for an adapter. Running ones keep it."""
@@ -99,6 +103,7 @@ class AdapterStore:
     def release(self, digest: str) -> None:
         """Drop an adapter that is forgotten and no longer in use."""
         if digest not in self._folders and not self._in_use(digest):
+            self.stop_loading(digest)
             with self._lock:
                 self._loaded.pop(digest, None)
 
@@ -131,6 +136,12 @@ class AdapterStore:
         self._keep(adapter)
         return True
 
+    def stop_loading(self, digest: str) -> None:
+        """Drop a load that no request needs any more."""
+        future = self._loading.pop(digest, None)
+        if future is not None:
+            future.cancel()
+
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)
 
@@ -152,10 +163,7 @@ class AdapterStore:
             self._loaded[adapter.digest] = adapter
             self._loaded.move_to_end(adapter.digest)
             excess = len(self._loaded) - self.limits.max_cpu_loras
-            for digest in list(self._loaded):
-                if excess <= 0:
-                    break
-                if digest != adapter.digest and digest not in self._pinned and not self._in_use(digest):
-                    del self._loaded[digest]
-                    self.num_evictions += 1
-                    excess -= 1
+            free = [digest for digest in self._loaded if not self._in_use(digest)]
+            for digest in sorted(free, key=self._pinned.__contains__)[: max(0, excess)]:
+                del self._loaded[digest]
+                self.num_evictions += 1

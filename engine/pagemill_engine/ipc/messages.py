@@ -1,8 +1,9 @@
 """Messages between the HTTP process and the engine process: tagged msgspec structs, msgpack on the wire.
 
-To the engine: `AddRequest`, `Abort`, `RaiseAllowance`, `Sleep`, `Wake`, `Shutdown`. From the engine: `LoadProgress`
-while starting, then `Ready`, then `StepOutputs` after every step and while idle, `Heartbeat` every second, `Slept` and
-`Awake` in answer to `Sleep` and `Wake`, and `Fatal` before it exits because of a fault.
+To the engine: `AddRequest`, `Abort`, `RaiseAllowance`, `LoadAdapter`, `ForgetAdapter`, `Sleep`, `Wake`, `Shutdown`.
+From the engine: `LoadProgress` while starting, then `Ready`, then `StepOutputs` after every step and while idle,
+`Heartbeat` every second, `AdapterRead`, `Slept` and `Awake` in answer to `LoadAdapter`, `Sleep` and `Wake`, and `Fatal`
+before it exits because of a fault.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import msgspec
 
 from pagemill_engine.limits import SchedulerLimits
+from pagemill_protocol.report.adapters import AdapterSlots
 from pagemill_protocol.report.state import EngineLoad, StepTimeParams
 from pagemill_protocol.request.generate import FinishReason, GenerateRequest
 
@@ -32,6 +34,22 @@ class RaiseAllowance(msgspec.Struct, frozen=True, tag="allowance"):
     allowance: int
 
 
+class LoadAdapter(msgspec.Struct, frozen=True, tag="load_adapter"):
+    """Read an adapter and accept requests for it. Answered by `AdapterRead`."""
+
+    number: int
+    """Repeated in the answer."""
+    path: str
+    pinned: bool = False
+    """Keep it in memory as long as there is room."""
+
+
+class ForgetAdapter(msgspec.Struct, frozen=True, tag="forget_adapter"):
+    """Accept no further requests for an adapter. Running ones keep it."""
+
+    digest: str
+
+
 class Sleep(msgspec.Struct, frozen=True, tag="sleep"):
     """Free the memory of the KV cache as soon as nothing runs, and keep the weights. Answered by `Slept`."""
 
@@ -44,7 +62,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Stop now."""
 
 
-ToEngine = AddRequest | Abort | RaiseAllowance | Sleep | Wake | Shutdown
+ToEngine = AddRequest | Abort | RaiseAllowance | LoadAdapter | ForgetAdapter | Sleep | Wake | Shutdown
 
 
 class LoadProgress(msgspec.Struct, frozen=True, tag="progress"):
@@ -80,6 +98,31 @@ class MemoryBudget(msgspec.Struct, frozen=True, kw_only=True):
         used = self.process_bytes + self.other_bytes
         used += self.weight_bytes + self.adapter_bytes
         return self.limit_bytes - used - self.kv_bytes - self.activation_bytes
+
+
+class AdapterRead(msgspec.Struct, frozen=True, kw_only=True, tag="adapter", omit_defaults=True):
+    number: int
+    digest: str = ""
+    """Empty: the adapter is refused, for `reason` and `message` (`AdapterError`)."""
+    reason: str = ""
+    message: str = ""
+    """Why it is refused, or a warning."""
+    num_bytes: int = 0
+    load_ms: float = 0.0
+
+
+class AdapterUse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The adapters in the engine process, by digest."""
+
+    slots: AdapterSlots = AdapterSlots()
+    """Without the names of adapters, which only the HTTP process knows."""
+    running: list[str] = []
+    """Those with requests that have a slot."""
+    waiting: list[str] = []
+    """Those with requests that wait for a load or a slot."""
+    num_loads: int = 0
+    num_evictions: int = 0
+    """Numbers since the engine's start."""
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
@@ -156,6 +199,8 @@ class StepOutputs(msgspec.Struct, frozen=True, kw_only=True, tag="step", omit_de
     gained_ms: float = 0.0
     """Milliseconds that proposed tokens have saved since the last report, by the predictions they were chosen by;
     negative where they cost more."""
+    adapters: AdapterUse | None = None
+    """If it has changed."""
     num_added: int = 0
     """Number of requests since the start that had arrived when `load` was computed."""
 
@@ -192,4 +237,4 @@ class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
     message: str
 
 
-FromEngine = LoadProgress | Ready | StepOutputs | Heartbeat | Slept | Awake | Fatal
+FromEngine = LoadProgress | Ready | StepOutputs | Heartbeat | AdapterRead | Slept | Awake | Fatal

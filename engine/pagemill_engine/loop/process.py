@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -28,6 +29,8 @@ from pagemill_engine.ipc.messages import (
     AddRequest,
     Awake,
     Fatal,
+    ForgetAdapter,
+    LoadAdapter,
     LoadProgress,
     RaiseAllowance,
     Ready,
@@ -53,6 +56,9 @@ from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_protocol.source_errors import SourceError
 from pagemill_servers.process import logs
 from pagemill_servers.process.malloc import keep_trimmed
+
+if TYPE_CHECKING:
+    from pagemill_engine.loop.adapter_requests import AdapterRequests
 
 logger = logging.getLogger(__name__)
 
@@ -115,6 +121,10 @@ class EngineLoop:
                 self._abort(request_id, choice)
             case RaiseAllowance(request_id, allowance):
                 self._core.raise_allowance(request_id, allowance)
+            case LoadAdapter():
+                self._adapters.begin(message)
+            case ForgetAdapter(digest):
+                self._adapters.store.forget(digest)
             case Sleep():
                 self._sleep_requested = True
             case Wake():
@@ -178,7 +188,18 @@ class EngineLoop:
         learned = self._calibration is not None and not self._sleeps and self._calibration.measure_next()
         self._send(StepOutputs(load=self._core.load(), step_time=self._core.step_time.params() if learned else None))
 
+    @property
+    def _adapters(self) -> AdapterRequests:
+        adapters = self._core.adapters
+        assert adapters is not None, "servers load adapters only where they are served"
+        return adapters
+
     def _send(self, report: StepOutputs) -> None:
+        adapters = self._core.adapters
+        if adapters is not None:
+            report = msgspec.structs.replace(report, load=adapters.counted(report.load), adapters=adapters.take_use())
+            for answer in adapters.take_answers():
+                self._link.send(answer)
         self._link.send(msgspec.structs.replace(report, num_added=self._num_added))
 
     def _check_device(self) -> None:

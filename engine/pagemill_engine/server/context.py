@@ -10,6 +10,7 @@ from pagemill_api.answers.registry import ParserSettings
 from pagemill_api.openai.render import fingerprint
 from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_engine.ipc.messages import Ready
+from pagemill_engine.server.adapters import ServedAdapters
 from pagemill_engine.server.engine_client import EngineClient
 from pagemill_engine.server.metrics import ServerMetrics
 from pagemill_engine.server.phases.draining import Draining
@@ -45,6 +46,8 @@ class ServerContext:
     sleeping: Sleeping
     tracing: Tracing
     memory: RequestMemory
+    adapters: ServedAdapters | None = None
+    """None: no adapters are served."""
     client: EngineClient | None = None
     """None until the model's headers were read and the engine process starts."""
     tokenizer: Tokenizer | None = None
@@ -77,8 +80,18 @@ class ServerContext:
         return fingerprint(ready.limits.weights_digest)
 
     def check_model(self, name: str) -> None:
-        if name not in self.names:
-            raise model_not_found(name, self.names)
+        if name not in self.names and self.adapter_digest(name) is None:
+            raise model_not_found(name, self.all_names)
+
+    @property
+    def all_names(self) -> list[str]:
+        """The names of the model and of its adapters."""
+        return self.names if self.adapters is None else [*self.names, *self.adapters.names]
+
+    def adapter_digest(self, name: str) -> str | None:
+        """Return the digest of the adapter that a name stands for; None: the model itself, or nothing. Raises
+        `PagemillError` while it cannot be served."""
+        return None if self.adapters is None else self.adapters.digest_of(name)
 
     @property
     def num_requests(self) -> int:

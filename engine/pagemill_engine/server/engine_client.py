@@ -13,6 +13,7 @@ import asyncio
 import logging
 import time
 from collections import deque
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -21,6 +22,8 @@ from pagemill_engine.failure import StartupError
 from pagemill_engine.ipc.channels import EngineChannel, EngineDied
 from pagemill_engine.ipc.messages import (
     Abort,
+    AdapterRead,
+    AdapterUse,
     AddRequest,
     Awake,
     Fatal,
@@ -36,6 +39,7 @@ from pagemill_engine.ipc.messages import (
 )
 from pagemill_engine.output.processor import Frame, Processor, is_large, parts_of
 from pagemill_engine.scheduler.admission import Admission, wider_than_queue
+from pagemill_engine.server.adapter_loads import AdapterLoads
 from pagemill_engine.server.answer import Answer, PromptAnswer
 from pagemill_engine.server.metrics import RequestTiming, ServerMetrics
 from pagemill_engine.server.phases.lifecycle import Lifecycle
@@ -99,6 +103,11 @@ class EngineClient:
 
         Heartbeats do not count: a process whose loop hangs sends them too.
         """
+        self.adapters = AdapterLoads(channel.send)
+        self.on_ready: Callable[[], Awaitable[None]] | None = None
+        """Awaited before the phase `ready` is entered; it may raise `StartupError`."""
+        self.on_adapters: Callable[[AdapterUse], None] = lambda use: None
+        self._getting_ready: asyncio.Task[None] | None = None
         self._admission: Admission | None = None
         self._channel = channel
         self._lifecycle = lifecycle
@@ -220,6 +229,9 @@ class EngineClient:
             except EngineDied as error:
                 raise StartupError("EngineDied", f"The engine process ended: {error}.") from error
             self._handle(message)
+            if self._getting_ready is not None and self._getting_ready.done():
+                self._getting_ready.result()
+                self._getting_ready = None
             await asyncio.sleep(0)  # messages that wait already are received without a pause: let other tasks run
 
     def kill(self) -> None:
@@ -228,8 +240,9 @@ class EngineClient:
 
     async def close(self) -> None:
         """End the engine process and close the channel."""
-        if self._large_task is not None:
-            self._large_task.cancel()
+        for task in (self._large_task, self._getting_ready):
+            if task is not None:
+                task.cancel()
         if self._starting is not None:  # a start that was interrupted leaves a process behind unless it is awaited
             await asyncio.wait([self._starting])
         if self.ready_info is None:
@@ -252,6 +265,8 @@ class EngineClient:
                 self._sleeping.slept(message)
             case Awake():
                 self._sleeping.record_wake(message)
+            case AdapterRead():
+                self.adapters.answered(message)
             case Fatal():
                 raise StartupError(message.reason, message.message)
 
@@ -260,6 +275,8 @@ class EngineClient:
             self._handle_output(output)
         self._num_sequences_running = step.load.num_requests_running
         self._metrics.step(step)
+        if step.adapters is not None:
+            self.on_adapters(step.adapters)
         self._publisher.report(step.load, step.step_time, step.prefixes, step.num_added)
 
     def _handle_output(self, output: TokensOut) -> None:
@@ -373,6 +390,16 @@ class EngineClient:
         self._admission = Admission(ready.limits)
         self._metrics.ready(ready)
         self._publisher.describe(ready)
+        if self.on_ready is None:
+            self._enter_ready(ready)
+        else:
+            self._getting_ready = asyncio.create_task(self._get_ready(ready, self.on_ready), name="getting ready")
+
+    async def _get_ready(self, ready: Ready, on_ready: Callable[[], Awaitable[None]]) -> None:
+        await on_ready()
+        self._enter_ready(ready)
+
+    def _enter_ready(self, ready: Ready) -> None:
         self._lifecycle.enter("ready", f"loaded in {ready.load_s:.1f} s")
 
     def _refuse_other_weights(self, request: GenerateRequest) -> None:

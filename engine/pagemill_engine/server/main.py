@@ -31,6 +31,7 @@ from pagemill_engine.failure import StartupError
 from pagemill_engine.ipc.channels import EngineChannel, EngineDied
 from pagemill_engine.ipc.messages import Ready
 from pagemill_engine.ipc.process import EngineProcess
+from pagemill_engine.server.adapters import ServedAdapters
 from pagemill_engine.server.context import ServerContext
 from pagemill_engine.server.engine_client import EngineClient
 from pagemill_engine.server.fit import check_fits
@@ -124,6 +125,8 @@ class Server:
             tracing=_open_tracing(settings.server),
             memory=RequestMemory(settings.server.max_in_flight_body_bytes),
         )
+        if settings.engine.enable_lora:
+            self._context.adapters = ServedAdapters(settings.engine, names, publisher, metrics)
         self._was_ready = False
         self._warming_up: asyncio.Task[None] | None = None
         self._opened: Opened | None = None
@@ -185,6 +188,9 @@ class Server:
             context.settings.server.max_unread_bytes,
             context.memory,
         )
+        if context.adapters is not None:
+            context.client.on_ready = partial(self._load_adapters, context.adapters, context.client)
+            context.client.on_adapters = context.adapters.used
         context.lifecycle.enter("loading", "importing the engine's libraries")
         await context.client.start()
         context.tokenizer = await context.off_loop(lambda: _make_tokenizer(config, bundle))
@@ -195,6 +201,17 @@ class Server:
         else:
             self._opened = opened
             await self._run_while_fetching(context.client, asyncio.wrap_future(opened.fetched))
+
+    async def _load_adapters(self, adapters: ServedAdapters, client: EngineClient) -> None:
+        """Wait for the adapters without which the server is not ready. Raises `StartupError`."""
+
+        def on_wait(names: str) -> None:
+            self._context.lifecycle.enter("loading", f"adapters {names}")
+
+        try:
+            await adapters.start(client.adapters, on_wait)
+        except PagemillError as error:
+            raise StartupError("AdapterRefused", f"`lora_modules`: {error.message}", "lora_modules") from error
 
     def _report_unused(self, unused: list[UnusedSetting]) -> None:
         for each in unused:
@@ -284,6 +301,8 @@ class Server:
         context = self._context
         engine.cancel()
         await context.sleeping.close()
+        if context.adapters is not None:
+            context.adapters.close()
         context.publisher.close()
         for server in servers:
             server.should_exit = True

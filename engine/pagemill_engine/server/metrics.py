@@ -7,7 +7,7 @@ this process's clock, so a latency includes everything that a client of this por
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from importlib.metadata import version
 
@@ -17,6 +17,7 @@ from pagemill_engine.output.processor import Processor
 from pagemill_protocol import metrics as names
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.metrics import ENGINE_METRICS, Metrics, Scrape
+from pagemill_protocol.report.adapters import AdapterSlots, AdapterStatus
 from pagemill_protocol.report.state import EngineLoad
 from pagemill_protocol.request.generate import FinishReason, GenerateRequest
 
@@ -46,6 +47,7 @@ class ServerMetrics:
         self._phase_s: defaultdict[str, float] = defaultdict(float)
         """Seconds spent in each phase; a phase may be entered more than once."""
         self._num_preemptions = 0
+        self._lora_labels: dict[str, str] = {}
         for spec in (
             names.ENGINE_READY,
             names.ENGINE_DRAINING,
@@ -121,6 +123,37 @@ class ServerMetrics:
         if step.step_time is not None:
             metrics.gauge(names.ENGINE_STEP_ERROR_P50).set(step.step_time.error_p50)
             metrics.gauge(names.ENGINE_STEP_ERROR_P95).set(step.step_time.error_p95)
+
+    def adapters(
+        self,
+        max_loras: int,
+        running: list[str],
+        waiting: list[str],
+        known: list[AdapterStatus],
+        slots: AdapterSlots,
+    ) -> None:
+        """Record the adapters that are served, and the names of those with running and waiting requests."""
+        labels = {
+            "max_lora": str(max_loras),
+            "running_lora_adapters": ",".join(running),
+            "waiting_lora_adapters": ",".join(waiting),
+        }
+        if labels != self._lora_labels:
+            if self._lora_labels:
+                self._metrics.forget(names.LORA_REQUESTS_INFO, **self._lora_labels)
+            self._lora_labels = labels
+            self._metrics.gauge(names.LORA_REQUESTS_INFO, **labels).set(time.time())
+        numbers = Counter(each.state for each in known)
+        states = {"resident": slots.resident, "loading": slots.loading, "running": running, "waiting": waiting}
+        for state in ("fetching", "known", "refused"):
+            self._metrics.gauge(names.ENGINE_ADAPTERS, state=state).set(numbers[state])
+        for state, found in states.items():
+            self._metrics.gauge(names.ENGINE_ADAPTERS, state=state).set(len(found))
+        self._metrics.gauge(names.ENGINE_ADAPTER_LOAD_SECONDS).set(slots.load_ms / 1000)
+
+    def adapter_loads(self, num_loads: int, num_evictions: int) -> None:
+        self._metrics.counter(names.ENGINE_ADAPTER_LOADS).inc(num_loads)
+        self._metrics.counter(names.ENGINE_ADAPTER_EVICTIONS).inc(num_evictions)
 
     def _load(self, load: EngineLoad) -> None:
         metrics = self._metrics

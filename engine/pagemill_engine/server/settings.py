@@ -18,6 +18,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     engine: EngineConfig
     server: ServerConfig = ServerConfig()
 
+    def __post_init__(self) -> None:
+        if self.server.enable_lora_routes and not self.engine.enable_lora:
+            raise ValueError("enable_lora_routes needs enable_lora: set it, or remove enable_lora_routes")
+
 
 def load_settings(path: Path) -> Settings:
     """Read a settings file. Raises `StartupError` that names the file and the field at fault."""

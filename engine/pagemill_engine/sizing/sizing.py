@@ -47,6 +47,8 @@ class StorageForms(NamedTuple):
     weights: WeightForms
     attention_gathers: bool
     attention_writes_scores: bool = False
+    packs_adapters: bool = True
+    """Whether adapters are kept in bfloat16 panels, and not as float32 tensors."""
 
 
 def storage_forms(compute: Compute) -> StorageForms:
@@ -57,6 +59,7 @@ def storage_forms(compute: Compute) -> StorageForms:
         weights=compute.weight_forms,
         attention_gathers=compute.attention_gathers,
         attention_writes_scores=compute.attention_writes_scores,
+        packs_adapters=compute.is_native or compute.backend == "triton",
     )
 
 
@@ -115,14 +118,14 @@ def sizes_of(config: EngineConfig, weights: WeightSource, spec: ModelSpec, stora
         item_bytes=NUMPY_TYPES[storage.activation_dtype].itemsize,
         gathers=storage.attention_gathers,
         writes_scores=storage.attention_writes_scores,
-        adapter_bytes=_adapter_bytes(config, spec) if config.enable_lora else 0,
+        adapter_bytes=_adapter_bytes(config, spec, storage) if config.enable_lora else 0,
     )
 
 
-def _adapter_bytes(config: EngineConfig, spec: ModelSpec) -> int:
+def _adapter_bytes(config: EngineConfig, spec: ModelSpec, storage: StorageForms) -> int:
     from pagemill_engine.adapters.starting import adapter_bytes  # imports readers of files, as adapters need
 
-    return adapter_bytes(config, spec.decoder)
+    return adapter_bytes(config, spec.decoder, packed=storage.packs_adapters)
 
 
 def weights_of(

@@ -113,6 +113,12 @@ SPEC_ACCEPTED_AT = _vllm(
     "counter", "spec_decode_num_accepted_tokens_per_pos", "Proposed tokens that were sampled, by their place.",
     ("position",),
 )  # fmt: skip
+LORA_REQUESTS_INFO = _vllm(
+    "gauge",
+    "lora_requests_info",
+    "Time at which the adapters with running and with waiting requests last changed; the labels name them.",
+    ("max_lora", "waiting_lora_adapters", "running_lora_adapters"),
+)
 REQUEST_SUCCESS = _vllm(
     "counter",
     "request_success",
@@ -185,6 +191,15 @@ ENGINE_STEP_ERROR_P50 = _engine("gauge", "step_prediction_error_p50", "Median re
 ENGINE_STEP_ERROR_P95 = _engine(
     "gauge", "step_prediction_error_p95", "95th percentile of the relative error of step-time predictions."
 )
+ENGINE_ADAPTERS = _engine(
+    "gauge",
+    "adapters",
+    "LoRA adapters by state: fetching, known, refused; resident (in memory) or loading; running or waiting (requests).",
+    ("state",),
+)
+ENGINE_ADAPTER_LOADS = _engine("counter", "adapter_loads", "Loads of LoRA adapters into memory.")
+ENGINE_ADAPTER_EVICTIONS = _engine("counter", "adapter_evictions", "LoRA adapters dropped from memory for others.")
+ENGINE_ADAPTER_LOAD_SECONDS = _engine("gauge", "adapter_load_seconds", "Time that the latest load took.")
 ENGINE_REJECTED = _engine("counter", "requests_rejected", "Requests refused, by error code.", ("code",))
 ENGINE_ABORTED = _engine("counter", "requests_aborted", "Requests aborted before their end, by cause.", ("reason",))
 ENGINE_FAILED = _engine("counter", "requests_failed", "Requests that failed inside the engine.")

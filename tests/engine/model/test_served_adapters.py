@@ -110,6 +110,28 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return base
 
 
+@pytest.mark.parametrize("natively", [True, False])
+def test_the_plan_has_the_memory_that_adapters_take(
+    natively: bool, bases: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not natively:
+        monkeypatch.setattr("pagemill_engine.sizing.compute.can_fuse", lambda decoder: False)
+    base = bases("llama")
+    modules = [*ATTENTION, "gate_proj", "up_proj", "down_proj", "embed_tokens", "lm_head"]
+    adapted = write_adapter(base, tmp_path, r=16, target_modules=modules)
+    planned = []
+    for max_cpu_loras in (8, 9):
+        engine = Engine(base, max_cpu_loras=max_cpu_loras)
+        memory = engine.core.runner.info.memory
+        assert memory is not None
+        planned.append(memory.adapter_bytes)
+    assert engine.core.adapters is not None
+    loaded = engine.core.adapters.load(adapted.folder)
+    one = planned[1] - planned[0]
+    assert one * 0.8 <= loaded.num_bytes <= one
+    assert planned[0] > 9 * one  # one more, and its values while they are read
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_greedy_answers_equal_pefts(case: str, bases: Any, tmp_path: Path) -> None:
     name, settings = CASES[case]

@@ -144,6 +144,20 @@ def start_server(tmp_path: Path) -> Iterator[StartServer]:
         process.stop()
 
 
+@pytest.fixture(scope="module")
+def start_for_module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartServer]:
+    """Return `start_for_module(engine, server)`, which starts a server that all tests of the module share."""
+    started: list[ServerProcess] = []
+
+    def _start(engine: dict[str, Any], server: dict[str, Any]) -> ServerProcess:
+        started.append(start(tmp_path_factory.mktemp("server"), engine, server))
+        return started[-1]
+
+    yield _start
+    for process in started:
+        process.stop()
+
+
 @pytest.fixture(scope="session")
 def null_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """Return a ready server with the real scheduler, a simulated device and a real vocabulary, shared by all tests."""

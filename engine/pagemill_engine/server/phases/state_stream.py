@@ -22,6 +22,7 @@ import msgspec
 from pagemill_engine.ipc.messages import PrefixEvents, Ready
 from pagemill_protocol.frames import encode_state
 from pagemill_protocol.hashes import HASH_VERSION, NO_HASHES
+from pagemill_protocol.report.adapters import AdapterSlots
 from pagemill_protocol.report.cache_kinds import chunk_blocks
 from pagemill_protocol.report.state import WAKE, Digests, EngineLoad, StateFrame, StepTimeParams
 from pagemill_protocol.request.generate import GenerateRequest
@@ -82,6 +83,10 @@ class StatePublisher:
     def announce_unused(self, names: list[str]) -> None:
         """Publish the settings that have no effect with this kind of model."""
         self._update(unused_settings=names)
+
+    def announce_adapters(self, slots: AdapterSlots) -> None:
+        """Publish the adapters that the engine serves."""
+        self._update(adapters=slots)
 
     def describe(self, ready: Ready) -> None:
         """Publish the properties of the loaded engine."""

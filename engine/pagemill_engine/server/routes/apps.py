@@ -113,7 +113,7 @@ async def show_server_info(request: Request) -> Response:
         limits = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_dtype")
         loaded = {name: getattr(ready.limits, name) for name in limits}
         loaded |= {"device": ready.device, "compute": ready.compute}
-    return JSONResponse({"version": VERSION, "models": context.names, **loaded})
+    return JSONResponse({"version": VERSION, "models": context.all_names, **loaded})
 
 
 COMMON_ROUTES = [
@@ -159,16 +159,21 @@ CONTROL_ROUTES = [
 ]
 
 
+ADAPTER_ROUTES = [
+    Route("/v1/load_lora_adapter", keyed(openai_routes.load_adapter), methods=["POST"]),
+    Route("/v1/unload_lora_adapter", keyed(openai_routes.unload_adapter), methods=["POST"]),
+]
+
+
 def data_app(context: ServerContext) -> ASGIApp:
     """Build the app of the data port.
 
     Only the client routes need guards here: routes for gateways check the internal token themselves.
     """
     server = context.settings.server
+    routes = [*DATA_ROUTES, *(ADAPTER_ROUTES if server.enable_lora_routes else [])]
     is_open = context.keys.open and not server.only_gateways and is_loopback_address(server.host)
-    app = _app(
-        context, DATA_ROUTES, lambda app: HostGuard(app, server.allowed_hosts) if is_open else app, error_body_at
-    )
+    app = _app(context, routes, lambda app: HostGuard(app, server.allowed_hosts) if is_open else app, error_body_at)
     app = Cors(app, server.allowed_origins) if server.allowed_origins else app
     return TraceRequests(app, context.tracing)
 

@@ -11,8 +11,9 @@ from collections.abc import Awaitable, Callable, Container, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 
+import msgspec
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from pagemill_api.dialects.base import Dialect, parsed
 from pagemill_api.dialects.model_lists import card_body, error_body_for, list_body
@@ -22,9 +23,10 @@ from pagemill_api.dialects.token_counts import TokenCount
 from pagemill_api.dialects.transport import RequestInfo
 from pagemill_api.openai import prepare, render
 from pagemill_api.openai.parse import parse_body
-from pagemill_api.openai.schemas import DetokenizeRequest
+from pagemill_api.openai.schemas import DetokenizeRequest, LoadAdapterRequest, UnloadAdapterRequest
 from pagemill_api.openai.unread_fields import unread_headers
 from pagemill_engine.output.pooled import processor_of
+from pagemill_engine.server.adapters import ServedAdapters
 from pagemill_engine.server.answer import Answer
 from pagemill_engine.server.context import ServerContext
 from pagemill_engine.server.metrics import VERSION
@@ -32,6 +34,7 @@ from pagemill_engine.server.request_memory import ArrivingBody
 from pagemill_engine.server.routes.responses import JSON_CONTENT_TYPE, AnswerResponse, BodyResponse, StreamResponse
 from pagemill_engine.server.routes.traces import TracedRequest, record_of
 from pagemill_protocol.errors import PagemillError, invalid_field, model_not_found
+from pagemill_protocol.report.adapters import WantedAdapter
 from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_servers.errors import with_errors
 from pagemill_servers.keys.caller import Caller
@@ -80,7 +83,7 @@ def page_route(page: Page) -> Callable[[Request], Awaitable[Response]]:
         context: ServerContext = request.app.state.context
         with _arriving(request) as body:
             raw = await _read(request, body) if page.method == "POST" else b""
-            cards = [_card(context, name) for name in context.names]
+            cards = [_card(context, name) for name in context.all_names]
             return _json(page.body(PageRequest(cards, _request_info(request, context), raw, VERSION)))
 
     return route
@@ -95,16 +98,36 @@ async def detokenize(request: Request) -> Response:
 
 async def list_models(request: Request) -> Response:
     context: ServerContext = request.app.state.context
-    cards = [_card(context, name) for name in context.names]
+    cards = [_card(context, name) for name in context.all_names]
     return _json(list_body(cards, request.headers.get, request.query_params))
 
 
 async def get_model(request: Request) -> Response:
     context: ServerContext = request.app.state.context
     name = request.path_params["name"]
-    if name not in context.names:
-        raise model_not_found(name, context.names)
+    if name not in context.all_names:
+        raise model_not_found(name, context.all_names)
     return _json(card_body(_card(context, name), request.headers.get))
+
+
+async def load_adapter(request: Request) -> Response:
+    """Serve an adapter from now on. Answers when it is known, or refused."""
+    adapters = _adapters(request)
+    with _arriving(request) as body:
+        asked = parse_body(await _read(request, body), LoadAdapterRequest)
+    wanted = WantedAdapter(name=asked.lora_name, source=asked.lora_path)
+    await adapters.load(wanted, in_place=asked.load_inplace)
+    return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' added successfully.")
+
+
+async def unload_adapter(request: Request) -> Response:
+    """Serve an adapter no longer. Its running requests end as they would have."""
+    adapters = _adapters(request)
+    with _arriving(request) as body:
+        asked = parse_body(await _read(request, body), UnloadAdapterRequest)
+    if not adapters.unload(asked.lora_name):
+        raise model_not_found(asked.lora_name, adapters.names)
+    return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' removed successfully.")
 
 
 def by_version(route: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
@@ -193,7 +216,12 @@ def _prepare(context: ServerContext, dialect: Dialect, raw: bytes, info: Request
     preparation = preparation_now(
         dialect, ready.limits.max_model_len, salt, context.parsers, settings.max_answer_values
     )
-    return prepared(body, tokenizer, preparation, sampling, None, partial(_seed, context))
+    made = prepared(body, tokenizer, preparation, sampling, None, partial(_seed, context))
+    digest = context.adapter_digest(body.fields.model)
+    if digest is None:
+        return made
+    requests = [msgspec.structs.replace(each, adapter_digest=digest) for each in made.requests]
+    return made._replace(requests=requests)
 
 
 def _tokenize(context: ServerContext, count: TokenCount, raw: bytes) -> bytes:
@@ -222,10 +250,23 @@ def _seed(context: ServerContext) -> int:
     return secrets.randbits(63) if configured is None else configured
 
 
+def _adapters(request: Request) -> ServedAdapters:
+    context: ServerContext = request.app.state.context
+    context.ready_engine()
+    assert context.adapters is not None, "the settings are refused without enable_lora"
+    return context.adapters
+
+
 def _card(context: ServerContext, name: str) -> render.ModelCard:
     ready = context.client.ready_info if context.client else None
     max_model_len = ready.limits.max_model_len if ready else None
     pools = ready is not None and ready.limits.pooling is not None
+    adapter = None if context.adapters is None else context.adapters.get(name)
+    if adapter is not None:
+        status, since_unix_s = adapter
+        return render.ModelCard(
+            name, since_unix_s, max_model_len, root=status.source, parent=context.names[0], pools=pools
+        )
     return render.ModelCard(
         name, context.created_unix_s, max_model_len, root=context.settings.engine.model, pools=pools
     )

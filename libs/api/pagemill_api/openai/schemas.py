@@ -420,6 +420,23 @@ class DetokenizeRequest(RequestModel):
     tokens: TokenIds
 
 
+class LoadAdapterRequest(RequestModel):
+    """Body of `POST /v1/load_lora_adapter`, with vLLM's names."""
+
+    lora_name: str = Field(min_length=1, max_length=512)
+    lora_path: str = Field(min_length=1, max_length=4096)
+    load_inplace: bool = False
+    """Whether it may replace one of the same name."""
+
+
+class UnloadAdapterRequest(RequestModel):
+    """Body of `POST /v1/unload_lora_adapter`, with vLLM's names."""
+
+    lora_name: str = Field(min_length=1, max_length=512)
+    lora_int_id: int | None = None
+    """Accepted and not used: names are enough."""
+
+
 def _beam_search_error(request: ChatCompletionRequest) -> PydanticCustomError | None:
     if not request.use_beam_search or not (request.constrains_calls or request.reasoning_budget is not None):
         return None

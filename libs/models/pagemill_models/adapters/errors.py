@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pagemill_protocol.errors import PagemillError, invalid_field
 from pagemill_protocol.source_errors import shortened
 
 
@@ -14,6 +15,11 @@ class AdapterError(Exception):
     def __init__(self, reason: str, message: str) -> None:
         self.reason, self.message = reason, shortened(message)
         super().__init__(f"{reason}: {self.message}")
+
+
+def refused(message: str, param: str = "model") -> PagemillError:
+    """Return the error of a request for an adapter that is refused for the reason in `message`."""
+    return invalid_field(param, f"The adapter cannot be served: {message}", code="adapter_refused")
 
 
 def unsupported(message: str) -> AdapterError:

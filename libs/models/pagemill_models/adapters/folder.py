@@ -10,15 +10,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pagemill_models.adapters.errors import AdapterError, unreadable, unsupported
-from pagemill_models.adapters.limits import MAX_RANK
+from pagemill_models.adapters.limits import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MAX_RANK
 from pagemill_models.adapters.names import LowTensor, Modules, bare, copied_module, low_tensor
-from pagemill_models.adapters.settings import CONFIG_FILE, PeftSettings, read_settings
+from pagemill_models.adapters.settings import PeftSettings, read_settings
 from pagemill_models.declaration.declaration import DecoderSpec
 from pagemill_models.files.safetensors_header import TensorHeader, read_header
 from pagemill_models.sharding.linears import LinearUse
 from pagemill_protocol.source_errors import UnreadableModelError
 
-WEIGHTS_FILE = "adapter_model.safetensors"
 _FLOATS = ("F32", "F16", "BF16")
 _PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")
 """Matrices of all experts that one module may have as parameters, in the order in which PEFT wraps them."""
@@ -84,14 +83,14 @@ def another_base(files: AdapterFiles, model: str) -> str | None:
 def _weights_file(folder: Path) -> Path:
     if not folder.is_dir():
         raise AdapterError("AdapterNotFound", f"`{folder}` is not a folder. Name the folder that PEFT wrote.")
-    if (folder / WEIGHTS_FILE).exists():
-        return folder / WEIGHTS_FILE
+    if (folder / ADAPTER_WEIGHTS).exists():
+        return folder / ADAPTER_WEIGHTS
     if (folder / "adapter_model.bin").exists():
         raise unsupported(
             f"`{folder}` has its weights in `adapter_model.bin`, a pickle, which could run code. Save it again with "
             "save_pretrained(..., safe_serialization=True)."
         )
-    raise AdapterError("AdapterNotFound", f"`{folder}` has no `{WEIGHTS_FILE}`. Name the folder that PEFT wrote.")
+    raise AdapterError("AdapterNotFound", f"`{folder}` has no `{ADAPTER_WEIGHTS}`. Name the folder that PEFT wrote.")
 
 
 class _Pair(NamedTuple):
@@ -122,7 +121,7 @@ class _Reader:
             sides[low.side] = (low, header)
         pairs = [_pair(sides) for sides in lows.values()]
         if not pairs:
-            raise unreadable(f"`{WEIGHTS_FILE}` has no tensor of LoRA, such as `...q_proj.lora_A.weight`.")
+            raise unreadable(f"`{ADAPTER_WEIGHTS}` has no tensor of LoRA, such as `...q_proj.lora_A.weight`.")
         parts = [part for pair in pairs for part in self._parts(pair)]
         _check_once(parts)
         self._check_none_missing(parts)
@@ -147,7 +146,7 @@ class _Reader:
         module = pair.low.module
         parameters = self._settings.parameters_of(module)
         if not parameters and not self._settings.targets(module):
-            raise _refused(pair.a, f"belongs to a module that `{CONFIG_FILE}` does not target")
+            raise _refused(pair.a, f"belongs to a module that `{ADAPTER_CONFIG}` does not target")
         rank, scale = self._settings.of(module, parameters[0] if parameters else None)
         self._check_rank(pair, rank)
         use = place.use
@@ -210,8 +209,8 @@ class _Reader:
                 continue  # matrices or parameters, as the trainer's classes have them
             if (place.use.number, place.first) not in places and settings.targets(prefix + module):
                 raise unreadable(
-                    f"`{WEIGHTS_FILE}` has no tensor of `{prefix}{module}`, which `{CONFIG_FILE}` targets. Fetch the "
-                    "folder again."
+                    f"`{ADAPTER_WEIGHTS}` has no tensor of `{prefix}{module}`, which `{ADAPTER_CONFIG}` targets. "
+                    "Fetch the folder again."
                 )
 
 
@@ -219,7 +218,7 @@ def _pair(sides: dict[str, tuple[LowTensor, TensorHeader]]) -> _Pair:
     if len(sides) == 1:
         _, header = next(iter(sides.values()))
         other = "B" if "A" in sides else "A"
-        raise unreadable(f"`{WEIGHTS_FILE}` has `{header.name}` and no {other} beside it. Fetch the folder again.")
+        raise unreadable(f"`{ADAPTER_WEIGHTS}` has `{header.name}` and no {other} beside it. Fetch the folder again.")
     (low, a), (_, b) = sides["A"], sides["B"]
     return _Pair(a.name, low, a, b)
 
@@ -235,7 +234,7 @@ def _check_once(parts: list[LowRank]) -> None:
 def _other_shape(header: TensorHeader, wanted: tuple[int, ...]) -> AdapterError:
     return AdapterError(
         "AdapterOfAnotherModel",
-        f"Tensor `{header.name}` has shape {list(header.shape)}; with this model and `{CONFIG_FILE}` it must be "
+        f"Tensor `{header.name}` has shape {list(header.shape)}; with this model and `{ADAPTER_CONFIG}` it must be "
         f"{list(wanted)}. Serve the adapter with the model that it was trained on.",
     )
 

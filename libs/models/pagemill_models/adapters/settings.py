@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pagemill_models.adapters.errors import unreadable, unsupported
+from pagemill_models.adapters.limits import ADAPTER_CONFIG
 from pagemill_models.files.json_file import read_object
 from pagemill_protocol.source_errors import UnreadableModelError
-
-CONFIG_FILE = "adapter_config.json"
 
 USED = frozenset({
     "peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules", "exclude_modules",
@@ -102,7 +101,7 @@ class PeftSettings(NamedTuple):
 def read_settings(folder: Path) -> PeftSettings:
     """Read the settings. Raises `AdapterError`."""
     try:
-        values = read_object(folder / CONFIG_FILE)
+        values = read_object(folder / ADAPTER_CONFIG)
     except UnreadableModelError as error:
         raise unreadable(error.message) from None
     _check_keys(values)
@@ -131,17 +130,17 @@ def read_settings(folder: Path) -> PeftSettings:
 
 def _check_keys(values: Mapping[str, Any]) -> None:
     if (kind := values.get("peft_type", "LORA")) != "LORA":
-        raise unsupported(f"`{CONFIG_FILE}` has peft_type `{kind}`. Only LORA is served; train a LoRA adapter.")
+        raise unsupported(f"`{ADAPTER_CONFIG}` has peft_type `{kind}`. Only LORA is served; train a LoRA adapter.")
     for key, value in values.items():
         if key in USED or key in WITHOUT_EFFECT or value in (None, False, 0, "", [], {}):
             continue
         remedy = REFUSED.get(key, "This key is not known here, and it may change answers. Remove it if it does not.")
-        raise unsupported(f"`{CONFIG_FILE}` sets `{key}`. {remedy}")
+        raise unsupported(f"`{ADAPTER_CONFIG}` sets `{key}`. {remedy}")
     start = values.get("init_lora_weights", True)
     if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
         raise unsupported(
-            f"`{CONFIG_FILE}` has init_lora_weights `{start}`: the adapter was trained on changed weights of the base. "
-            "Convert it to plain LoRA: `save_pretrained` with path_initial_model_for_weight_conversion."
+            f"`{ADAPTER_CONFIG}` has init_lora_weights `{start}`: the adapter was trained on changed weights of the "
+            "base. Convert it to plain LoRA: `save_pretrained` with path_initial_model_for_weight_conversion."
         )
 
 
@@ -163,7 +162,7 @@ def _match(pattern: str, name: str) -> bool:
     try:
         return re.match(pattern, name) is not None
     except re.error as error:
-        raise unreadable(f"`{CONFIG_FILE}` has an invalid regular expression `{pattern}`: {error}.") from None
+        raise unreadable(f"`{ADAPTER_CONFIG}` has an invalid regular expression `{pattern}`: {error}.") from None
 
 
 def _number(key: str, value: Any) -> float:
@@ -194,4 +193,4 @@ def _names(values: Mapping[str, Any], key: str, default: list[str] | None) -> st
 
 
 def _wrong(key: str, value: Any, wanted: str) -> Exception:
-    return unreadable(f"`{CONFIG_FILE}` has {key} = `{value!r}`; it must be {wanted}.")
+    return unreadable(f"`{ADAPTER_CONFIG}` has {key} = `{value!r}`; it must be {wanted}.")

@@ -5,7 +5,7 @@ The command line, the operator's plan, the loader and the reference page read th
 """
 
 from pagemill_models.sources.registry import find_kind, in_full, is_fetched, kinds
-from pagemill_models.sources.resolve import Opened, default_name, open_source, resolve_source
+from pagemill_models.sources.resolve import Opened, default_name, open_source, resolve_adapter, resolve_source
 from pagemill_protocol.source_errors import FetchError, SourceError, UnreadableModelError
 
 __all__ = [
@@ -19,5 +19,6 @@ __all__ = [
     "is_fetched",
     "kinds",
     "open_source",
+    "resolve_adapter",
     "resolve_source",
 ]

@@ -12,16 +12,19 @@ import os
 import re
 import shutil
 import threading
+from collections.abc import Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
+from pagemill_models.adapters.limits import ADAPTER_CONFIG
 from pagemill_models.files.gguf_split import part_names, unsplit_name
 from pagemill_models.files.regular_file import check_inside
 from pagemill_models.sources.base import SourceKind
 from pagemill_models.sources.registry import find_kind, forms, in_full
+from pagemill_models.sources.selection import select_adapter_files
 from pagemill_models.sources.settings import cache_settings
-from pagemill_models.sources.store.cache import ModelCache
+from pagemill_models.sources.store.cache import ModelCache, entry_name
 from pagemill_models.sources.store.fetch import UNWATCHED, Watch
 from pagemill_models.sources.store.record import NAME, SHARED_LOCKS
 from pagemill_protocol.source_errors import FetchError, SourceError
@@ -42,6 +45,35 @@ def resolve_source(source: str, field: str = "model.source") -> Path:
     Raises `SourceError` that names `field` and a remedy.
     """
     return _resolve(source, field, UNWATCHED)
+
+
+def resolve_adapter(source: str, field: str) -> Path:
+    """Return the folder, or the GGUF file, that an adapter's source names, as `resolve_source` that of a model.
+
+    A path of this machine is returned as it is. Raises `SourceError`.
+    """
+    written = in_full(source) if _may_be_hub_name(source) else source
+    if "://" not in written:
+        return Path(source).expanduser()
+    kind = find_kind(written, field)
+    kind.check(written, field)
+    if not kind.is_remote:
+        path = kind.find(written, field)
+        assert path is not None, "only remote sources are fetched"
+        return path
+    try:
+        name = entry_name(f"adapter {written}")  # a repository may hold a model and an adapter
+        folder = _cache().fetch(kind, written, _log, name=name, select=select_adapter_files)
+    except FetchError as error:
+        raise _of_field(error, field) from error
+    file = kind.file_of(written)
+    return folder / file if file else _only(folder.rglob(ADAPTER_CONFIG), folder)
+
+
+def _only(found: Iterable[Path], folder: Path) -> Path:
+    """Return the folder of the only file found, or `folder`."""
+    folders = [path.parent for path in found]
+    return folders[0] if len(folders) == 1 else folder
 
 
 class Opened(NamedTuple):
@@ -104,12 +136,8 @@ def _resolve(source: str, field: str, watch: Watch) -> Path:
 
 def _find(kind: SourceKind, source: str, field: str, watch: Watch) -> Path:
     """Return the path in Pagemill's cache or that of the kind's library; otherwise fetch it into Pagemill's cache."""
-    try:
-        chosen = cache_settings()
-    except ValueError as error:
-        raise SourceError("PAGEMILL_MODEL_CACHE_SIZE", str(error), reason="SettingsInvalid") from None
-    cache = ModelCache(chosen.folder, chosen.limit_bytes)
-    if not chosen.is_chosen and not cache.has(source) and (path := kind.find(source, field)) is not None:
+    cache = _cache()
+    if not cache_settings().is_chosen and not cache.has(source) and (path := kind.find(source, field)) is not None:
         return path
     try:
         folder = cache.fetch(kind, source, _log, watch=watch)
@@ -117,6 +145,14 @@ def _find(kind: SourceKind, source: str, field: str, watch: Watch) -> Path:
         raise _of_field(error, field) from error
     file = kind.file_of(source)
     return folder / file if file else folder
+
+
+def _cache() -> ModelCache:
+    try:
+        chosen = cache_settings()
+    except ValueError as error:
+        raise SourceError("PAGEMILL_MODEL_CACHE_SIZE", str(error), reason="SettingsInvalid") from None
+    return ModelCache(chosen.folder, chosen.limit_bytes)
 
 
 def _of_field(error: FetchError, field: str) -> FetchError:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import PurePosixPath
 
+from pagemill_models.adapters.limits import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from pagemill_models.files.gguf_split import part_names
 from pagemill_models.sources.base import RemoteFile
 from pagemill_models.sources.schemes.hugging_face import MODEL_PATTERNS
@@ -36,6 +37,21 @@ def select_files(name: str, wanted: str | None, files: Sequence[RemoteFile]) -> 
     if ONE_FILE in paths or INDEX in paths:
         chosen = [file for file in chosen if not fnmatch(file.path, OTHER_LAYOUT)]
     return _safe(chosen)
+
+
+def select_adapter_files(name: str, wanted: str | None, files: Sequence[RemoteFile]) -> list[RemoteFile]:
+    """Return the files of an adapter, as `select_files` those of a model."""
+    if wanted is not None or any(file.is_archive for file in files):
+        return select_files(name, wanted, files)
+    by_path = {file.path: file for file in files}
+    if ADAPTER_CONFIG not in by_path:
+        raise FetchError("AdapterNotFound", f"{name} has no `{ADAPTER_CONFIG}`: it is no adapter that PEFT wrote.")
+    if ADAPTER_WEIGHTS not in by_path:
+        why = "is a pickle, which could run code" if "adapter_model.bin" in by_path else "is missing"
+        what = "`adapter_model.bin`" if "adapter_model.bin" in by_path else f"`{ADAPTER_WEIGHTS}`"
+        remedy = "Save the adapter with save_pretrained(..., safe_serialization=True), and upload it again."
+        raise FetchError("AdapterUnsupported", f"{name}: {what} {why}. {remedy}")
+    return [by_path[ADAPTER_CONFIG], by_path[ADAPTER_WEIGHTS]]
 
 
 def _only_gguf(name: str, files: Sequence[RemoteFile]) -> list[RemoteFile]:

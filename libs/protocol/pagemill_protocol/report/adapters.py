@@ -35,7 +35,8 @@ class AdapterStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     state: Literal["fetching", "known", "refused"]
     """`fetching`: its files are being fetched, or read for the first time. `known`: requests for it are accepted."""
     digest: str = ""
-    """Digest of its content; empty until it is known."""
+    """Digest of the content that requests for the name get; empty: none. A name whose source changed keeps the old
+    content until the new one is known."""
     reason: str = ""
     """Of a refused adapter: a word for conditions, such as `AdapterTooLarge`."""
     message: str = ""

@@ -116,7 +116,7 @@ class StateFrame(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Seconds of each phase of the engine's start, `load`, `warm`, `first_token`, and of its latest `wake`; empty: not
     reported."""
     models: list[str] = []
-    """Names that the engine serves: the model, its aliases and adapters."""
+    """Names that the engine serves: the model and its aliases. Those of adapters are in `adapters`."""
     pools: bool = False
     """The engine answers with vectors or scores, not with text."""
     unused_settings: list[str] = []

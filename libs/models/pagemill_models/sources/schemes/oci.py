@@ -9,8 +9,10 @@ from __future__ import annotations
 import platform
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import PurePosixPath
 from typing import Any, BinaryIO, NamedTuple
 
+from pagemill_models.adapters.limits import ADAPTER_CONFIG
 from pagemill_models.sources.base import Credential, Listing, RemoteFile, Repository, SourceKind
 from pagemill_models.sources.schemes.registry_client import RegistryClient
 from pagemill_models.sources.settings import DOCKER_CONFIG_CONTENT
@@ -22,6 +24,7 @@ _REFERENCE = re.compile(
     r"(?P<host>[A-Za-z0-9.-]+(?::\d{1,5})?)/(?P<repository>[a-z0-9]+(?:[._/-]+[a-z0-9]+)*)"
     r"(?::(?P<tag>[\w][\w.-]{0,127}))?(?:@(?P<digest>sha256:[0-9a-f]{64}))?"
 )
+_CONFIGS = ("config.json", ADAPTER_CONFIG)
 _TITLES = ("org.opencontainers.image.title", "org.cncf.model.filepath")
 _UNPACK = "io.deis.oras.content.unpack"
 _GGUF_LAYERS = ("application/vnd.docker.ai.gguf.v3", "application/vnd.ollama.image.model")
@@ -155,8 +158,10 @@ def _is_archive(kind: str, title: str | None, notes: Mapping[str, str]) -> bool:
 
 
 def _without_common_folder(files: list[RemoteFile]) -> list[RemoteFile]:
-    """Return the files without folders before their titles: the model's folder is that of its `config.json`."""
-    tops = [file.path.removesuffix("config.json") for file in files if file.path.endswith("/config.json")]
-    if len(tops) != 1 or any(file.path == "config.json" for file in files):
+    """Return the files without folders before their titles: the model's folder is that of its configuration."""
+    found = [file.path.rpartition("/") for file in files if PurePosixPath(file.path).name in _CONFIGS]
+    tops = {top + slash for top, slash, _ in found}
+    if len(tops) != 1 or "" in tops:
         return files
-    return [file if file.is_archive else file._replace(path=file.path.removeprefix(tops[0])) for file in files]
+    [top] = tops
+    return [file if file.is_archive else file._replace(path=file.path.removeprefix(top)) for file in files]

@@ -17,8 +17,9 @@ from typing import NamedTuple
 
 from pagemill_models.files.partial_download import partial_folder
 from pagemill_models.sources.base import SourceKind
+from pagemill_models.sources.selection import select_files
 from pagemill_models.sources.store.faults import FREE_SPACE, explain_disk, size_text
-from pagemill_models.sources.store.fetch import UNWATCHED, Fetch, Report, Watch
+from pagemill_models.sources.store.fetch import UNWATCHED, Fetch, Report, Select, Watch
 from pagemill_models.sources.store.folder import ModelFolder
 from pagemill_models.sources.store.record import NAME, SHARED_LOCKS, is_in_use
 from pagemill_protocol.source_errors import FetchError
@@ -64,6 +65,7 @@ class ModelCache:
         name: str | None = None,
         num_downloads: int = 4,
         watch: Watch = UNWATCHED,
+        select: Select = select_files,
     ) -> Path:
         """Return the folder with the model of a remote source, which this process uses until it ends. Raises
         `FetchError`.
@@ -78,7 +80,7 @@ class ModelCache:
                 return folder.target
             with folder.locked():
                 if not folder.complete:  # another process filled it meanwhile
-                    Fetch(kind, source, folder, self._evict_for, num_downloads, report, watch).run()
+                    Fetch(kind, source, folder, self._evict_for, num_downloads, report, watch, select).run()
                 SHARED_LOCKS.acquire(folder.target)
         except OSError as error:
             raise explain_disk(error) from error

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
+from pagemill_models.adapters.limits import ADAPTER_CONFIG
 from pagemill_models.declaration.config_values import CONFIG_FILE
 from pagemill_models.files.partial_download import FileLink, PartialDownload
 from pagemill_models.files.safetensors_header import header_end
@@ -40,6 +41,8 @@ MIN_FILES_IN_ORDER = 2
 
 T = TypeVar("T")
 Evict = Callable[[ModelFolder, int], None]
+Select = Callable[[str, str | None, Sequence[RemoteFile]], list[RemoteFile]]
+"""As `selection.select_files`."""
 OnFault = Callable[[FetchError], None]
 OnOpen = Callable[[Path], None]
 
@@ -74,7 +77,9 @@ class Fetch:
         num_downloads: int,
         report: Report,
         watch: Watch,
+        select: Select = select_files,
     ) -> None:
+        self._select = select
         self._kind = kind
         self._source = source
         self._folder = folder
@@ -94,7 +99,7 @@ class Fetch:
     def _run(self, repository: Repository) -> None:
         with _as_fetch_error():
             listing = self._patiently(repository.list_files)
-            files = select_files(repository.name, self._kind.file_of(self._source), listing.files)
+            files = self._select(repository.name, self._kind.file_of(self._source), listing.files)
         self._repository, self._version = repository, listing.version
         self._folder.begin(listing.version)
         self._evict(self._folder, self._folder.missing_bytes(files))
@@ -249,7 +254,9 @@ class Fetch:
             self._folder.unpack(file)
         if not archives:
             return
-        found = [path for pattern in (CONFIG_FILE, "*.gguf") for path in self._folder.staging.rglob(pattern)]
+        found = [
+            path for pattern in (CONFIG_FILE, ADAPTER_CONFIG, "*.gguf") for path in self._folder.staging.rglob(pattern)
+        ]
         if not found:
             message = f"{self._repository.name} holds no model: neither `config.json` nor a `.gguf` file in /models."
             raise FetchError("ModelUnreadable", message)
