@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
+from support.clusters import ROOT
 from support.deployments import Deployed, deploy
 from support.kubectl import Kubectl
 from support.objects import llmdeployment
 from support.release import SHARED_NAME, SHARED_NAMESPACE, Release, Releases
+from support.waiting import until
 
 OWNER = "namespace-owner"
 NOTICE_S = 20.0
@@ -22,7 +24,7 @@ def elsewhere(make_space: Callable[..., Kubectl]) -> Kubectl:
 
 @pytest.fixture
 def namespaced(releases: Releases, space: Kubectl, elsewhere: Kubectl) -> Iterator[Release]:
-    """Install with the rights of an account that owns only the release's namespace and `space`."""
+    """Install with the rights of an account that is administrator of the release's namespace and `space` only."""
     releases.fresh()  # This leaves the CRD behind, as an administrator would.
     with releases.absent():
         release = releases.new(SHARED_NAME, SHARED_NAMESPACE)
@@ -37,23 +39,25 @@ def namespaced(releases: Releases, space: Kubectl, elsewhere: Kubectl) -> Iterat
 
 
 def _own(release: Release, space: Kubectl) -> None:
-    """Grant one account all rights in two namespaces."""
+    """Make one account the administrator of two namespaces, as the documentation says."""
     kubectl = release.cluster.kubectl
+    kubectl.ok("apply", "--server-side", "-f", str(ROOT / "crds" / "namespace-admins.yaml"))
     account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": OWNER}}
-    rules = [{"apiGroups": ["*"], "resources": ["*"], "verbs": ["*"]}]
     api = "rbac.authorization.k8s.io"
-    role = {"apiVersion": f"{api}/v1", "kind": "Role", "metadata": {"name": OWNER}, "rules": rules}
     binding = {
         "apiVersion": f"{api}/v1",
         "kind": "RoleBinding",
         "metadata": {"name": OWNER},
-        "roleRef": {"apiGroup": api, "kind": "Role", "name": OWNER},
+        "roleRef": {"apiGroup": api, "kind": "ClusterRole", "name": "admin"},
         "subjects": [{"kind": "ServiceAccount", "name": OWNER, "namespace": release.namespace}],
     }
     release.prepare()
     kubectl.within(release.namespace).apply(account)
     for namespace in (release.namespace, space.namespace):
-        kubectl.within(namespace).apply(role, binding)
+        kubectl.within(namespace).apply(binding)
+    user = f"system:serviceaccount:{release.namespace}:{OWNER}"
+    may = ("auth", "can-i", "patch", "llmdeployments.pagemill.dev/status", "--as", user)
+    until("the role admin is extended", lambda: kubectl.within(space.namespace).run(*may).stdout.strip() == "yes")
 
 
 def test_the_release_serves_its_namespaces_and_does_not_change_others(

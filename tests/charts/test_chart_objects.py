@@ -211,6 +211,29 @@ def test_the_crd_can_be_left_out_or_kept(variant: Callable[[str], Any]) -> None:
     assert annotated["helm.sh/resource-policy"] == "keep"
 
 
+def test_administrators_of_namespaces_may_grant_what_the_chart_grants(variant: Callable[[str], Any]) -> None:
+    """Of objects that Kubernetes' role `admin` does not know; no user can grant a right that the user lacks."""
+    role = yaml.safe_load((ROOT / "crds" / "namespace-admins.yaml").read_text())
+    assert role["metadata"]["labels"] == {"rbac.authorization.k8s.io/aggregate-to-admin": "true"}
+    held = set(_rights(role["rules"]))
+    namespaced = variant("namespaced")
+    assert namespaced.all("ClusterRole") == []
+    granted = {right for each in namespaced.all("Role") for right in _rights(each["rules"]) if "." in right[0]}
+    known = ("discovery.k8s.io", "networking.k8s.io", "coordination.k8s.io")
+    assert {right for right in granted if right[0] not in known} <= held
+    assert any(resource == "llmdeployments/status" for _, resource, _ in granted)
+
+
+def _rights(rules: list[Any]) -> list[tuple[str, str, str]]:
+    return [
+        (group, resource, verb)
+        for rule in rules
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    ]
+
+
 def test_notes_contain_three_commands(rendered: Any) -> None:
     scheme = "https" if rendered.name == "redis" else "http"
     for command in ("helm test pagemill", "kubectl apply", f"curl {scheme}://127.0.0.1:8080/v1/chat/completions"):
