@@ -118,6 +118,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "routing.queue.maxRequests": ({}, {"routing__queue__maxRequests": 5}),
     "routing.queue.maxBytes": ({}, {"routing__queue__maxBytes": "1Mi"}),
     "routing.queue.timeout": ({}, {"routing__queue__timeout": "5s"}),
+    "rollout.strategy": ({}, {"rollout__strategy": "Replace"}),
     "rollout.maxSurge": ({}, {"rollout__maxSurge": 2}),
     "rollout.maxUnavailable": ({}, {"rollout__maxUnavailable": 1}),
     "rollout.drainTimeout": ({}, {"rollout__drainTimeout": "5s"}),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -17,6 +17,10 @@ ZERO = (0, "0%", "00%")
 class RolloutSection(Section):
     """How replicas are replaced when the spec changes."""
 
+    strategy: Literal["Auto", "Surge", "Replace"] = "Auto"
+    """`Surge` adds replicas before it removes others; `Replace` removes first, for nodes without room for more. `Auto`
+    adds first, and replaces in place where an added replica finds no node for 60 seconds and no request fails by it:
+    another replica is ready, or the measured start is shorter than `routing.queue.timeout`."""
     max_surge: CountOrPercent = 1
     """Number of replicas, as a count or a percentage, that may be started in addition to the desired number."""
     max_unavailable: CountOrPercent = 0

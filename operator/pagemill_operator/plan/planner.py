@@ -12,6 +12,7 @@ import msgspec
 from pagemill_crds.invalid import each_on_its_own
 from pagemill_crds.models import LLMDeployment, LLMDeploymentSpec
 from pagemill_crds.sections.model import Cache, SecretRef
+from pagemill_crds.sections.rollout import ZERO
 from pagemill_operator.autoscaler.settings import settings_of
 from pagemill_operator.plan.engine import engine_settings, server_settings, source_with_revision
 from pagemill_operator.plan.extra_args import apply_extra_args
@@ -106,14 +107,16 @@ def _engine_group(deployment: LLMDeployment, settings: dict[str, Any]) -> Group:
     spec = deployment.spec
     process = _engine_process(deployment, settings)
     template = spec.template.model_dump(mode="json", exclude_none=True) if spec.template else {}
+    replaces = spec.rollout.strategy == "Replace"
     return Group(
         name=deployment.metadata.name,
         replicas=desired_replicas(deployment),
         process=process,
         pods_per_replica=_pods_per_replica(deployment),
         digest=_digest(process, spec.engine.image, spec.engine.version, template),
-        max_surge=spec.rollout.max_surge,
-        max_unavailable=spec.rollout.max_unavailable,
+        strategy=spec.rollout.strategy,
+        max_surge=0 if replaces else spec.rollout.max_surge,
+        max_unavailable=1 if replaces and spec.rollout.max_unavailable in ZERO else spec.rollout.max_unavailable,
         image=spec.engine.image,
         version=spec.engine.version,
         template=template,

@@ -183,4 +183,4 @@ def _meets_on_one_node(spec: LLMDeploymentSpec) -> bool:
     if cache is None or cache.size is None or cache.access_mode == "ReadWriteMany":
         return False
     most = spec.autoscaling.max_replicas if spec.autoscaling else spec.replicas
-    return most > 1 or spec.rollout.max_surge not in (0, "0%")
+    return most > 1 or (spec.rollout.strategy != "Replace" and spec.rollout.max_surge not in (0, "0%"))

@@ -72,6 +72,7 @@ class Group:
     pods_per_replica: int = 1
     digest: str = ""
     """Changes exactly when running replicas must be replaced."""
+    strategy: str = "Auto"
     max_surge: int | str = 1
     max_unavailable: int | str = 0
     image: str | None = None

@@ -219,7 +219,7 @@ def _ready(seen: Observation, findings: list[Finding]) -> Finding:
             warnings = [f"{WARNING} {each.reason}: {each.message}" for each in seen.warnings]
             return Finding("Ready", "True", "AllReplicasReady", "; ".join([message, *warnings]))
         causes += [(f.reason, f.message) for f in steps if f.status == "False" and not seen.ready()]
-        causes.append(("Progressing", message))
+        causes.append(("Progressing", f"{message}; {seen.rollout}" if seen.rollout else message))
     reason, message = causes[0]
     older_serve = bool(seen.older()) and seen.conflict is None
     return Finding("Ready", "False", reason, f"{message}; {OLDER_SERVE}" if older_serve else message)

@@ -105,6 +105,8 @@ class Observation:
     """The loader that fills the model's volume while engines wait for it."""
     scaling: ScalingState | None = None
     """None if the number of replicas is fixed, or nothing was decided yet."""
+    rollout: str = ""
+    """What differs from the usual in the rollout that goes on; empty: nothing."""
     warnings: tuple[Fault, ...] = ()
     """What is wrong although it keeps no replica from serving."""
     last_start: LastStart | None = None

@@ -24,6 +24,7 @@ from pagemill_operator.backends.kubernetes.differences import (
     used_config_maps,
     with_digest,
 )
+from pagemill_operator.backends.kubernetes.in_place import rollout_of
 from pagemill_operator.backends.kubernetes.kinds import BY_NAME
 from pagemill_operator.backends.kubernetes.model_volume import is_loaded, orphaned_jobs, outdated_jobs
 from pagemill_operator.backends.kubernetes.observe import observe
@@ -232,7 +233,10 @@ class KubernetesCluster(Cluster):
 
     def _render(self, plan: Plan, owner: Manifest, live: Children) -> list[Manifest]:
         of = _owner(owner)
-        asked = (plan, of, self._make_context(of, is_loaded(plan, live, self._known.pods(plan.key))))
+        pods = self._known.pods(plan.key)
+        rollout = rollout_of(plan, owner, live, pods, datetime.now(UTC))
+        context = replace(self._make_context(of, is_loaded(plan, live, pods)), in_place=rollout.in_place)
+        asked = (plan, of, context)
         known = self._rendered.get(plan.key)
         if known is not None and known[0] == asked:
             return known[1]

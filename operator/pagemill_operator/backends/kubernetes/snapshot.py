@@ -73,6 +73,8 @@ class RenderContext:
     """Tokens that the engines accept, newest first."""
     has_pod_monitors: bool = False
     """Whether the cluster has the kind PodMonitor of `monitoring.coreos.com/v1`."""
+    in_place: str = ""
+    """Why the rollout replaces replicas in place; empty: it adds one first."""
     loader_done: bool = False
     """Whether the loader Job of this plan's source has succeeded; always False without `model.cache`."""
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
+from pagemill_operator.backends.kubernetes.in_place import Rollout, rollout_of
 from pagemill_operator.backends.kubernetes.model_volume import is_loaded, left_running
 from pagemill_operator.backends.kubernetes.observe.cause import Cause
 from pagemill_operator.backends.kubernetes.observe.creation import not_applied, not_created
@@ -40,7 +42,8 @@ def observe(snapshot: Snapshot, plan: Plan | None, now: datetime | None = None) 
 
     Without `now`, neither a missing volume nor a missing loader pod is reported.
     """
-    replicas = tuple(_replicas(snapshot, plan, now))
+    rollout = rollout_of(plan, snapshot.owner, snapshot.children, snapshot.pods, now) if plan and now else Rollout()
+    replicas = tuple(_with_remedy(each, rollout) for each in _replicas(snapshot, plan, now))
     loader = _loader(snapshot, plan, now) if plan else None
     return Observation(
         plan=plan,
@@ -54,8 +57,20 @@ def observe(snapshot: Snapshot, plan: Plan | None, now: datetime | None = None) 
         loader=loader,
         warnings=tuple(_warnings(snapshot, plan)) if plan else (),
         progress=snapshot.progress,
-        requeue_after_s=_requeue_after_s(snapshot, plan, now),
+        rollout=rollout.remedy if rollout.in_place else "",
+        requeue_after_s=_sooner(_requeue_after_s(snapshot, plan, now), rollout.wait_s),
     )
+
+
+def _with_remedy(replica: ReplicaObservation, rollout: Rollout) -> ReplicaObservation:
+    """Add what the rollout does, or how to let it go on, to the cause of a replica that finds no node."""
+    if replica.phase != "pending" or not replica.reason or replica.digest == OLDER or not rollout.remedy:
+        return replica
+    return replace(replica, message=f"{replica.message}; {rollout.remedy}")
+
+
+def _sooner(*waits: float | None) -> float | None:
+    return min((wait for wait in waits if wait is not None), default=None)
 
 
 def _warnings(snapshot: Snapshot, plan: Plan) -> Iterator[Fault]:

@@ -9,6 +9,7 @@ from pagemill_operator.backends.kubernetes.render.loader import render_claim, re
 from pagemill_operator.backends.kubernetes.render.names import (
     AWAKE_ANNOTATION,
     GENERATION_ANNOTATION,
+    IN_PLACE_ANNOTATION,
     awake_note,
     child,
     engine_name,
@@ -21,7 +22,7 @@ from pagemill_operator.backends.kubernetes.render.network import (
 )
 from pagemill_operator.backends.kubernetes.render.pod import engine_template
 from pagemill_operator.backends.kubernetes.snapshot import Manifest, Owner, RenderContext
-from pagemill_operator.plan.types import Plan
+from pagemill_operator.plan.types import Group, Plan
 
 PROGRESS_DEADLINE_S = 3 * 3600
 """Seconds that a rollout may take: loading a large model may take hours. A start that fails is reported earlier."""
@@ -58,10 +59,7 @@ def render_deployment(plan: Plan, owner: Owner, context: RenderContext) -> Manif
     spec = {
         "replicas": plan.all_replicas,
         "selector": {"matchLabels": selector(plan.name)},
-        "strategy": {
-            "type": "RollingUpdate",
-            "rollingUpdate": {"maxSurge": group.max_surge, "maxUnavailable": group.max_unavailable},
-        },
+        "strategy": {"type": "RollingUpdate", "rollingUpdate": _rolling_update(group, context)},
         "minReadySeconds": MIN_READY_S,
         "progressDeadlineSeconds": PROGRESS_DEADLINE_S,
         "revisionHistoryLimit": REVISION_HISTORY,
@@ -69,8 +67,15 @@ def render_deployment(plan: Plan, owner: Owner, context: RenderContext) -> Manif
     }
     deployment = child("apps/v1", "Deployment", engine_name(plan.name), owner, spec=spec)
     notes = {GENERATION_ANNOTATION: str(plan.generation), AWAKE_ANNOTATION: awake_note(plan)}
+    notes[IN_PLACE_ANNOTATION] = context.in_place or None
     deployment["metadata"]["annotations"] = {name: note for name, note in notes.items() if note is not None}
     return deployment
+
+
+def _rolling_update(group: Group, context: RenderContext) -> dict[str, int | str]:
+    if context.in_place:
+        return {"maxSurge": 0, "maxUnavailable": max(1, group.unavailable)}
+    return {"maxSurge": group.max_surge, "maxUnavailable": group.max_unavailable}
 
 
 def render_disruption_budget(plan: Plan, owner: Owner) -> Manifest:
