@@ -12,7 +12,7 @@ from contextlib import suppress
 from itertools import accumulate
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from pagemill_engine.sizing.kv_sizes import too_large
 from pagemill_engine.sizing.memory import memory_limit
@@ -136,7 +136,7 @@ def _only_finite(values: Array) -> Array:
     return values
 
 
-def _lazy_zeros(shape: tuple[int, ...], dtype: type[np.generic]) -> Array:
+def _lazy_zeros(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
     """Return zeros that take memory only once they are written, and whose memory is freed with the array."""
     num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
     if not num_bytes:  # no block is kept, and mmap refuses an empty map
