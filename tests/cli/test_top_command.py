@@ -20,7 +20,7 @@ from waiting import WAIT_LIMIT_S
 
 from pagemill.main import app
 from pagemill.top.display import as_table
-from pagemill.top.reading import PodRow, Reading, row_of
+from pagemill.top.reading import ClientsView, PodRow, Reading, clients_of, row_of
 from pagemill_operator.backends.local.state_dir import StateDir
 from pagemill_protocol import metrics
 
@@ -103,7 +103,8 @@ def up(alone: Path, answers: Any) -> Iterator[StateDir]:
 def test_engines_of_this_machine_are_shown_once_without_a_terminal(up: StateDir) -> None:
     result = top()
     assert result.exit_code == 0, result.output
-    head, _, columns, first, second = result.stdout.splitlines()
+    head, clients, _, columns, first, second = result.stdout.splitlines()
+    assert clients == "clients: 0 requests waiting in gateways"
     assert head.startswith("`pagemill up` on this machine: 2 engines, 0 tokens/s, 2 requests wait")
     assert columns.split()[:4] == ["DEPLOYMENT", "POD", "PHASE", "KV"]
     assert first.split() == ["default/sim", "sim-0", "ready", "25%", "3", "2", "0", "-", "tiny"]
@@ -189,3 +190,16 @@ def test_the_table_fits_the_terminal(width: int) -> None:
     assert max(map(len, lines[1:])) <= width
     assert "abcde" in lines[-1]
     assert ("a-deployment-engine-7d9f5c-abcde" in lines[-1]) == (width == 200)
+
+
+def test_the_table_shows_what_waits_in_gateways_and_when_clients_get_their_first_tokens() -> None:
+    made = metrics.Metrics(metrics.GATEWAY_METRICS)
+    made.gauge(metrics.GATEWAY_QUEUE_REQUESTS, model="tiny").set(32)
+    before = Reading("", "", 1.0, made.render().decode())
+    for seconds in (20.0, 28.0):
+        made.histogram(metrics.GATEWAY_TTFT_SECONDS, model="tiny", variant="default/chat").observe(seconds)
+    seen = clients_of(before, Reading("", "", 2.0, made.render().decode()))
+    assert seen == ClientsView(32.0, 24000.0)
+    assert clients_of(before, Reading("", "", 2.0, fault="refused")) is None
+    shown = as_table("here", [], clients=[seen])
+    assert "clients: 32 requests waiting in gateways, first tokens after 24000 ms on average" in shown

@@ -35,7 +35,7 @@ def policy(**changes: Any) -> ScalingSettings:
         (1, {"active": 0.1, "queue": QueueLoad(num_requests=30, num_tokens=100)}, 8, "ScaledUp"),
         (1, {"active": 0.1, "waiting": 9}, 3, "ScaledUp"),
         (3, {"active": 0.1, "queue": QueueLoad(num_requests=400, num_tokens=10**7)}, 10, "ScaledUp"),
-        (10, {"active": 10.0, "waiting": 500}, 10, "Steady"),
+        (10, {"active": 10.0, "waiting": 500}, 10, "AtMaximum"),
         (3, {"active": 0.2}, 3, "Stabilizing"),
     ],
     ids=str,

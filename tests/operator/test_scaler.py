@@ -95,9 +95,29 @@ def test_only_changes_are_recorded_and_every_record_can_be_replayed(plan: MakePl
         world.clock.now += 2
         world.decide(queue=QUEUE if number > 9 else QueueLoad(), lengths=Lengths())
     records = world.scaler.records([KEY])
-    assert [record.decision.reason for record in records] == ["Steady", "ScaledUp", "Steady"]
+    assert [record.decision.reason for record in records] == ["Steady", "ScaledUp", "Steady", "Steady"], (
+        "and the latest one"
+    )
     assert [record.decision for record in records] == [replay(decode_record(encode_record(each))) for each in records]
     assert world.scaler.records(["default/other"]) == []
+
+
+def test_under_a_steady_overload_the_latest_record_has_the_present_rate_and_says_that_the_maximum_is_too_few(
+    plan: MakePlan,
+) -> None:
+    """A decision that changes nothing is recorded once; its inputs must not be those of the beginning for ever."""
+    world = World(plan(replicas=5))
+    for second in range(60):
+        world.clock.now += 1
+        rate = min(2.0, 0.3 + second / 15)
+        record = world.decide(queue=QueueLoad(num_requests=32, num_tokens=10**7), arrivals=arrivals(rate))
+        if second > 20:
+            assert record is None, "nothing new"
+    (latest,) = world.scaler.records([KEY])[-1:]
+    assert latest.signals.arrivals.requests_per_s == 2.0
+    assert latest.decision.reason in ("AtMaximum", "Saturated")
+    assert "maxReplicas is 5" in latest.decision.message
+    assert replay(decode_record(encode_record(latest))) == latest.decision
 
 
 def test_missing_signals_are_a_condition(plan: MakePlan) -> None:

@@ -42,8 +42,8 @@ def top(
     here = LocalSettings().runtime_folder
     try:
         if once or format == "json" or not sys.stdout.isatty():
-            where, rows = asyncio.run(read_interval(here, context, kubeconfig, namespace, interval))
-            typer.echo(as_json(where, rows) if format == "json" else as_table(where, rows))
+            where, rows, clients = asyncio.run(read_interval(here, context, kubeconfig, namespace, interval))
+            typer.echo(as_json(where, rows) if format == "json" else as_table(where, rows, clients=clients))
             return
         with contextlib.suppress(KeyboardInterrupt):
             asyncio.run(follow(here, context, kubeconfig, namespace, interval))

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import asdict
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.live import Live
@@ -15,13 +16,21 @@ from rich.text import Text
 
 from pagemill.columns import GAP, columns
 from pagemill.printable import printable
-from pagemill.top.reading import PodRow, Reading, row_of
+from pagemill.top.reading import ClientsView, PodRow, Reading, clients_of, row_of
 from pagemill.top.sources import find_source
+
+
+class TopInterval(NamedTuple):
+    where: str
+    """The source's description."""
+    rows: list[PodRow]
+    clients: list[ClientsView]
+    """What clients of each gateway see, as far as it is known."""
 
 
 async def intervals(
     runtime_folder: Path, context: str | None, kubeconfig: Path | None, namespace: str | None, interval_s: float
-) -> AsyncGenerator[tuple[str, list[PodRow]], None]:
+) -> AsyncGenerator[TopInterval, None]:
     """Yield the source's description and the sorted rows every `interval_s`. Raises `TopError`."""
     source = await find_source(runtime_folder, context, kubeconfig, namespace)
     try:
@@ -29,7 +38,9 @@ async def intervals(
         while True:
             await asyncio.sleep(interval_s)
             now = _by_pod(await source.read())
-            yield source.where, [row_of(before.get(key), reading) for key, reading in sorted(now.items())]
+            rows = [row_of(before.get(key), reading) for key, reading in sorted(now.items()) if reading.pod]
+            clients = [clients_of(before.get(key), reading) for key, reading in now.items() if not reading.pod]
+            yield TopInterval(source.where, rows, list(filter(None, clients)))
             before = now
     finally:
         await source.close()
@@ -37,8 +48,8 @@ async def intervals(
 
 async def read_interval(
     runtime_folder: Path, context: str | None, kubeconfig: Path | None, namespace: str | None, interval_s: float
-) -> tuple[str, list[PodRow]]:
-    """Return the first interval's description and rows. Raises `TopError`."""
+) -> TopInterval:
+    """Return the first interval. Raises `TopError`."""
     async with aclosing(intervals(runtime_folder, context, kubeconfig, namespace, interval_s)) as found:
         return await anext(found)
 
@@ -50,14 +61,16 @@ async def follow(
     found = intervals(runtime_folder, context, kubeconfig, namespace, interval_s)
     with Live(console=Console(highlight=False, emoji=False), screen=True, auto_refresh=False) as live:
         async with aclosing(found):
-            async for where, rows in found:
+            async for where, rows, clients in found:
                 live.update(
-                    Text(as_table(where, rows, live.console.width), no_wrap=True, overflow="ellipsis"), refresh=True
+                    Text(as_table(where, rows, live.console.width, clients), no_wrap=True, overflow="ellipsis"),
+                    refresh=True,
                 )
 
 
 def _by_pod(readings: list[Reading]) -> dict[tuple[str, str], Reading]:
-    return {(reading.deployment, reading.pod): reading for reading in readings}
+    """Return the readings by deployment and pod; gateways, which have neither, by their place."""
+    return {(each.deployment, each.pod or f"gateway {at}"): each for at, each in enumerate(readings)}
 
 
 HEAD = ["DEPLOYMENT", "POD", "PHASE", "KV", "RUNNING", "WAITING", "TOKENS/S", "TTFT", "MODEL"]
@@ -70,12 +83,17 @@ def as_json(where: str, rows: Sequence[PodRow]) -> str:
     return json.dumps({"readFrom": where, "engines": [asdict(row) for row in rows]}, indent=1)
 
 
-def as_table(where: str, rows: Sequence[PodRow], width: int | None = None) -> str:
+def as_table(where: str, rows: Sequence[PodRow], width: int | None = None, clients: Sequence[ClientsView] = ()) -> str:
     """Return the table; names are shortened to fit into `width` characters."""
     total = sum(row.tokens_per_s or 0.0 for row in rows)
     waiting = sum(row.waiting or 0.0 for row in rows)
     count = "1 engine" if len(rows) == 1 else f"{len(rows)} engines"
-    lines = [f"{where}: {count}, {total:.0f} tokens/s, {waiting:.0f} requests waiting in engines", ""]
+    lines = [f"{where}: {count}, {total:.0f} tokens/s, {waiting:.0f} requests waiting in engines"]
+    if clients:
+        ttfts = [each.ttft_ms for each in clients if each.ttft_ms is not None]
+        ttft = f", first tokens after {max(ttfts):.0f} ms on average" if ttfts else ""
+        lines.append(f"clients: {sum(each.waiting for each in clients):.0f} requests waiting in gateways{ttft}")
+    lines.append("")
     lines += columns(_fitted([HEAD, *map(_cells, rows)], width))
     return printable("\n".join(lines))
 

@@ -62,6 +62,28 @@ class PodRow:
     fault: str = ""
 
 
+@dataclass(frozen=True)
+class ClientsView:
+    """What clients of the gateways on this machine see."""
+
+    waiting: float
+    """Requests that wait in gateways until an engine has capacity."""
+    ttft_ms: float | None
+    """Mean time to first token between the readings, from the request's arrival at the gateway; None: no stream
+    began."""
+
+
+def clients_of(before: Reading | None, now: Reading) -> ClientsView | None:
+    """Return what clients of a gateway see; None if it does not respond."""
+    if now.fault:
+        return None
+    ttft_ms = None
+    first = metrics.GATEWAY_TTFT_SECONDS.name
+    if before is not None and not before.fault and (count := _increase(before, now, f"{first}_count")):
+        ttft_ms = 1000 * _increase(before, now, f"{first}_sum") / count
+    return ClientsView(now[metrics.GATEWAY_QUEUE_REQUESTS] or 0.0, ttft_ms)
+
+
 def row_of(before: Reading | None, now: Reading) -> PodRow:
     """Return the pod's row. `before` is the pod's previous reading, if there is one."""
     if now.fault:

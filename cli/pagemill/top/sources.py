@@ -33,7 +33,8 @@ class Source(Protocol):
     """The source's description for the output."""
 
     async def read(self) -> list[Reading]:
-        """Return a reading of every engine, including those that do not respond. Raises `TopError`."""
+        """Return a reading of every engine, including those that do not respond, and of gateways on this machine, which
+        have no pod. Raises `TopError`."""
 
     async def close(self) -> None: ...
 
@@ -53,7 +54,7 @@ class ThisMachine:
 
     def _is_shown(self, labels: dict[str, str]) -> bool:
         if "pod" not in labels:
-            return False
+            return labels.get("job") == "pagemill-gateway"
         namespace, _, _ = labels["variant"].partition("/")
         return self._namespace in (None, namespace)
 
@@ -64,7 +65,7 @@ class ThisMachine:
                 text = await response.text()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             fault = str(error) or type(error).__name__
-        return Reading(labels["pod"], labels["variant"], time.monotonic(), text, fault)
+        return Reading(labels.get("pod", ""), labels.get("variant", ""), time.monotonic(), text, fault)
 
     async def close(self) -> None:
         await self._session.close()

@@ -306,8 +306,10 @@ class Session:
         parts += [
             f"KV {engines.kv_cache_usage:.0%}",
             f"{engines.num_requests_running} running",
-            f"{engines.num_requests_waiting} waiting",
+            f"{load.num_queued + engines.num_requests_waiting} waiting",
         ]
+        if load.ttft_ms is not None:
+            parts.append(f"TTFT p95 {_seconds(load.ttft_ms)}")
         return " | ".join([*parts, f"{tokens_per_s:.0f} tok/s"])
 
     def _replicas_text(self, plan: Plan) -> str:
@@ -315,7 +317,13 @@ class Session:
         ready, wanted = len(observation.ready()), (observation.plan or plan).replicas
         finding = self._finding(plan, "Ready")
         why = "" if finding.status == "True" else f" ({finding.message})"
+        if self._backend.is_capped(plan.key):
+            why += " (needs more than maxReplicas)"
         return f"{plan.name} {ready}/{wanted} ready{why}"
+
+
+def _seconds(ms: float) -> str:
+    return f"{ms:.0f} ms" if ms < 1000 else f"{ms / 1000:.1f} s"
 
 
 def _fault_of(path: Path) -> str:

@@ -11,7 +11,7 @@ import msgspec
 from pagemill.columns import columns
 from pagemill.printable import printable
 from pagemill.why.replaying import Replay
-from pagemill_operator.autoscaler.decision import Decision
+from pagemill_operator.autoscaler.decision import Decision, ReplicaCandidate
 from pagemill_operator.autoscaler.records import Record
 from pagemill_operator.autoscaler.signals import Signals
 
@@ -165,7 +165,7 @@ def _candidates(record: Record) -> Iterator[str]:
             _ms(each.tpot_ms),
             f"{cost.pod_seconds:,}",
             *([f"{cost.money:.2f}"] if has_price else []),
-            "yes" if each.meets else _why_not(each.limit),
+            _meets(each, slo.share),
         ]
         for each, cost in zip(candidates, costs, strict=True)
     ]
@@ -174,8 +174,12 @@ def _candidates(record: Record) -> Iterator[str]:
     yield from columns([[*head, "MEETS THE SLO"], *rows])
 
 
-def _why_not(limit: str) -> str:
-    return f"no: limited by {limit}" if limit else "no"
+def _meets(candidate: ReplicaCandidate, share: float) -> str:
+    if not candidate.meets:
+        return f"no: limited by {candidate.limit}" if candidate.limit else "no"
+    # Where no number meets the SLO, they are compared for the share of the requests that can have it.
+    compared = candidate.share or share
+    return "yes" if compared >= share else f"for {compared:.0%} of the requests only"
 
 
 def _ms(value: float | None) -> str:

@@ -18,6 +18,8 @@ Reason = Literal[
     "ReplicasStarting",
     "RateLimited",
     "OutOfBounds",
+    "AtMaximum",
+    "Saturated",
 ]
 
 

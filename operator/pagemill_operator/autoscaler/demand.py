@@ -30,6 +30,8 @@ from pagemill_operator.autoscaler.targets import goals, is_idle
 
 PANIC_S = 60.0
 """Nothing is removed for this long after a burst."""
+SATURATED_S = 10.0
+"""Requests that have waited for so long without a pause show that the maximum of replicas is too few."""
 BLIND_GROWTH = 2
 """Before lengths and step times are known, an SLO orders at most this many times the replicas that serve."""
 
@@ -88,6 +90,8 @@ class _Demand(NamedTuple):
     """The goal that asks for most."""
     goals: tuple[Goal, ...]
     candidates: tuple[ReplicaCandidate, ...]
+    unbounded: int
+    """The replicas that the load needs, without the bounds of the resource."""
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -122,7 +126,7 @@ def _demand(settings: ScalingSettings, signals: Signals, memory: Memory) -> _Dem
     ample = settings.clamp(max(replicas, min(wanted, max(goal.most_used for goal in judged))))
     kept = max(goal.most_kept if goal.settled is None else goal.settled for goal in judged)
     settled = settings.clamp(min(replicas, kept))
-    return _Demand(settings.clamp(replicas), settled, ample, leading, tuple(judged), view.candidates)
+    return _Demand(settings.clamp(replicas), settled, ample, leading, tuple(judged), view.candidates, replicas)
 
 
 def _step(settings: ScalingSettings, signals: Signals, memory: Memory, demand: _Demand) -> _Step:
@@ -135,7 +139,7 @@ def _step(settings: ScalingSettings, signals: Signals, memory: Memory, demand: _
     if demand.missing:
         return _Step(wanted, "SignalsMissing", f"keeping {replicas_of(wanted)}: {'; '.join(demand.missing)}")
     if needed == wanted:
-        return _Step(wanted, "Steady", demand.leading.reason)
+        return _steady(settings, signals, memory, demand)
     idle_s = memory.idle_s(settings, signals.fleet.cold_start_s)
     is_last_idle = needed == 0 and wanted == 1 and is_idle(signals, idle_s)
     if _panics(memory, now) and not is_last_idle:
@@ -146,6 +150,20 @@ def _step(settings: ScalingSettings, signals: Signals, memory: Memory, demand: _
     if is_last_idle:
         return _allowed(settings, signals, memory, demand, 0)
     return _down(settings, signals, memory, demand)
+
+
+def _steady(settings: ScalingSettings, signals: Signals, memory: Memory, demand: _Demand) -> _Step:
+    wanted, most = signals.fleet.wanted, settings.max_replicas
+    if wanted < most:
+        return _Step(wanted, "Steady", demand.leading.reason)
+    if demand.unbounded > most or demand.unreachable:
+        asked = f"the load needs {replicas_of(demand.unbounded)}" if demand.unbounded > most else demand.unreachable
+        return _Step(wanted, "AtMaximum", f"{asked}; maxReplicas is {most}")
+    since_s = memory.waiting_since_s
+    if since_s is not None and signals.at_s - since_s >= SATURATED_S:
+        waits = f"{signals.num_waiting} requests wait, as requests have for {signals.at_s - since_s:.0f} s"
+        return _Step(wanted, "Saturated", f"{waits}; maxReplicas is {most}")
+    return _Step(wanted, "Steady", demand.leading.reason)
 
 
 def _up(settings: ScalingSettings, signals: Signals, memory: Memory, demand: _Demand) -> _Step:

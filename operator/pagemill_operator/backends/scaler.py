@@ -53,6 +53,8 @@ class _Scaled:
     """Whether a signal has been missing for so long that a condition reports it."""
     was_whole: bool = False
     """Whether all signals were present at least once."""
+    latest: Record | None = None
+    """The record of the latest decision, stored or not."""
     changed: Decision | None = None
     """The latest decision that changed the number of replicas."""
 
@@ -110,6 +112,7 @@ class Scaler:
         before = scaled.memory
         decision, scaled.memory = ask(scaled.policy, settings, signals, before)
         record = Record(key, self._now().strftime("%Y-%m-%dT%H:%M:%SZ"), settings, signals, before, decision)
+        scaled.latest = record
         return record if self._store(scaled, record) else None
 
     def _of(self, key: str, settings: ScalingSettings, start: int) -> _Scaled:
@@ -143,10 +146,24 @@ class Scaler:
         return is_recorded
 
     def records(self, keys: Iterable[str] = ()) -> list[Record]:
-        """Return the records of these deployments, or of all without `keys`; oldest first."""
+        """Return the records of these deployments, or of all without `keys`; oldest first.
+
+        The last one of each is that of its latest decision, so that its inputs are the present ones.
+        """
         wanted = set(keys) or set(self._scaled)
-        records = [record for key in wanted if key in self._scaled for record in self._scaled[key].records]
+        found = [self._scaled[key] for key in wanted if key in self._scaled]
+        records = [record for scaled in found for record in scaled.records]
+        records += [
+            each.latest
+            for each in found
+            if each.latest is not None and (not each.records or each.records[-1] is not each.latest)
+        ]
         return sorted(records, key=lambda record: record.signals.at_s)
+
+    def decision(self, key: str) -> Decision | None:
+        """Return the latest decision; None before the first one."""
+        scaled = self._scaled.get(key)
+        return scaled.decision if scaled is not None else None
 
     def state(self, key: str) -> ScalingState | None:
         """Return the state for conditions, or None before a decision or while too little is known for one."""

@@ -50,6 +50,10 @@ class LoadStore:
         """Remove the reports of a gateway whose stream has ended: they may be outdated."""
         self._reports.pop(gateway, None)
 
+    def latest(self, gateway: str) -> list[DeploymentLoad]:
+        """Return the latest report of a gateway on all deployments; empty if there is none."""
+        return [report.load for report in self._reports.get(gateway, {}).values()]
+
     def reports(self, key: str) -> list[GatewayReport]:
         """Return the latest report of each gateway that knows the deployment."""
         now = self._clock()

@@ -37,6 +37,7 @@ from pagemill_operator.status.conditions import Observation
 from pagemill_operator.status.observation import ReplicaObservation
 from pagemill_protocol.catalog import Catalog
 from pagemill_protocol.metrics import Metrics, Scrape
+from pagemill_protocol.report.histogram import merged
 from pagemill_protocol.report.load import EngineReport
 
 logger = logging.getLogger("pagemill.operator.local")
@@ -116,6 +117,7 @@ class LocalBackend(Cluster):
             observed=lambda: {key: self.observe(key) for key, each in self._deployments.items() if each.wanted},
             on_decision=self._decided,
             on_unused=self._found_unused,
+            on_refresh=self._write_records,
         )
 
     async def apply(self, plans: Sequence[Plan]) -> None:
@@ -160,7 +162,14 @@ class LocalBackend(Cluster):
         urls = [launch.control_url for launch in engines if launch]
         if gateway.control_url is None:
             return MachineLoad()
-        return await read_load(self._session, gateway.control_url, gateway.token, urls)
+        found = await read_load(self._session, gateway.control_url, gateway.token, urls)
+        reported = self._scaling.load()
+        ttft_ms = merged(each.latencies.ttft_ms for each in reported).quantile(0.95)
+        return found._replace(num_queued=sum(each.queue.num_requests for each in reported), ttft_ms=ttft_ms)
+
+    def is_capped(self, key: str) -> bool:
+        """Whether a deployment has its maximum of replicas and needs more."""
+        return self._scaling.is_capped(key)
 
     async def stop(self) -> None:
         """Stop the gateway first, so that no engine cuts a client off; then all engines; then remove the files."""
@@ -206,6 +215,9 @@ class LocalBackend(Cluster):
             message = f"{action} {decision.replicas} replicas from {decision.replicas_before}: {decision.message}"
             self._on_event(Event(record.key.partition("/")[2], message, time.monotonic() - self._started_s))
         self._changed()
+        self._write_records()
+
+    def _write_records(self) -> None:
         try:
             self._state_dir.write_records(map(encode_record, self._scaling.records()))
         except OSError as error:

@@ -25,6 +25,10 @@ class MachineLoad(NamedTuple):
     """The load of all engines."""
     num_generated: float = 0.0
     """Tokens generated since the engines started."""
+    num_queued: int = 0
+    """Requests that wait in the gateway until an engine has capacity."""
+    ttft_ms: float | None = None
+    """95th percentile of the clients' times to first token in the last minute; None: no stream has begun."""
     at_s: float = 0.0
     """Monotonic time of the measurement in seconds."""
 
@@ -46,7 +50,7 @@ async def read_load(
         *(_get(session, f"{url}/metrics", {}) for url in engine_urls),
     )
     generated = sum(float(number) for text in texts for number in GENERATED.findall(text.decode("utf-8", "replace")))
-    return MachineLoad(EngineLoad(**total_counts(_loads(status))), generated, time.monotonic())
+    return MachineLoad(EngineLoad(**total_counts(_loads(status))), generated, at_s=time.monotonic())
 
 
 def _loads(status: bytes) -> list[EngineLoad]:

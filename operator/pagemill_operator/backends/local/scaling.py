@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Mapping
 
 import aiohttp
@@ -19,11 +20,13 @@ from pagemill_operator.load.store import LoadStore
 from pagemill_operator.load.stream import STREAM_FAULTS, follow_load
 from pagemill_operator.plan.types import Plan
 from pagemill_operator.status.observation import Observation, ScalingState
-from pagemill_protocol.report.load import EngineReport, LoadFrame
+from pagemill_protocol.report.load import DeploymentLoad, EngineReport, LoadFrame
 
 logger = logging.getLogger("pagemill.operator.scaling")
 
 INTERVAL_S = 1.0
+REFRESH_S = 5.0
+"""How often the latest decisions are stored, also those that change nothing, so that their inputs are current."""
 RETRY_S = 0.2
 GATEWAY = "gateway"
 
@@ -38,11 +41,13 @@ class LocalScaling:
         observed: Callable[[], Mapping[str, Observation]],
         on_decision: Callable[[Record], None],
         on_unused: Callable[[str], None],
+        on_refresh: Callable[[], None],
     ) -> None:
         """Create the autoscaling; `observed` returns the observations by key.
 
         `on_decision` is called for decisions that change something or have a new reason not to, `on_unused` with the
-        key of a deployment whose engines report other settings without effect than before, or none for the first time.
+        key of a deployment whose engines report other settings without effect than before, or none for the first time,
+        `on_refresh` every `REFRESH_S`.
         """
         self._session = session
         self._control_url = control_url
@@ -50,6 +55,7 @@ class LocalScaling:
         self._observed = observed
         self._on_decision = on_decision
         self._on_unused = on_unused
+        self._on_refresh = on_refresh
         self._scaler = Scaler()
         self._loads = LoadStore()
         self._urgent = asyncio.Event()
@@ -67,6 +73,15 @@ class LocalScaling:
 
     def unused_settings(self, key: str) -> frozenset[str] | None:
         return self._loads.unused_settings(key)
+
+    def load(self) -> list[DeploymentLoad]:
+        """Return the load of all deployments, as the gateway reported it last; empty while it does not."""
+        return self._loads.latest(GATEWAY)
+
+    def is_capped(self, key: str) -> bool:
+        """Whether a deployment has its maximum of replicas and needs more."""
+        decision = self._scaler.decision(key)
+        return decision is not None and decision.reason in ("AtMaximum", "Saturated")
 
     def state(self, key: str) -> ScalingState | None:
         return self._scaler.state(key)
@@ -101,10 +116,14 @@ class LocalScaling:
             self._urgent.set()
 
     async def _keep_deciding(self) -> None:
+        refreshed_at = -REFRESH_S
         while True:
             self._urgent.clear()
             try:
                 self._decide()
+                if time.monotonic() - refreshed_at >= REFRESH_S:
+                    self._on_refresh()
+                    refreshed_at = time.monotonic()
             except Exception:
                 logger.exception("the autoscaler could not decide; the number of replicas stays as it is")
             with contextlib.suppress(TimeoutError):
