@@ -11,9 +11,18 @@ from pagemill_operator.autoscaler.settings import ScalingSettings, Slo
 from pagemill_operator.controller.reporting.metrics import OperatorMetrics
 from pagemill_operator.plan.types import Group, Plan, Process
 from pagemill_operator.status.observation import Observation, ReplicaObservation
+from pagemill_protocol.resource.served import ServedModel
 
 ENGINE = Process("pagemill_engine.server", {}, gpus=2)
-PLAN = Plan("default", "chat", 1, ("tiny",), "hf://x", (Group("chat", 3, ENGINE, digest="new"),), gpu_hour_price=2.5)
+PLAN = Plan(
+    "default",
+    "chat",
+    1,
+    ServedModel(name="tiny"),
+    "hf://x",
+    (Group("chat", 3, ENGINE, digest="new"),),
+    gpu_hour_price=2.5,
+)
 REPLICAS = (
     ReplicaObservation("chat-0", "ready", "new"),
     ReplicaObservation("chat-1", "ready", "old"),
@@ -83,7 +92,7 @@ def test_a_changed_or_removed_slo_leaves_no_series() -> None:
 def test_another_model_name_replaces_the_series() -> None:
     metrics = OperatorMetrics()
     metrics.observed(Observation(PLAN, REPLICAS))
-    metrics.observed(Observation(replace(PLAN, names=("large",)), REPLICAS))
+    metrics.observed(Observation(replace(PLAN, served=ServedModel(name="large")), REPLICAS))
     assert {model for _, model in series(metrics)} == {"large"}
 
 

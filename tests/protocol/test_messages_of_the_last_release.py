@@ -15,7 +15,18 @@ Schemas = dict[str, Any]
 
 BEFORE: Schemas = json.loads(RELEASED.read_text("utf-8"))
 
-REVIEWED: dict[str, str] = {}
+REFUSED = "peers of the last release would refuse it or read it otherwise; add a field with a default beside it"
+CATALOGUE = (
+    "no release has served adapters; a gateway of a cluster builds its catalogue itself, one of `up` is started with it"
+)
+REVIEWED: dict[str, str] = {
+    "CatalogAdapter: the message is gone or has another name here; "
+    "list the change as reviewed if it is a rename": CATALOGUE,
+    "CatalogModel.adapters: changed from {'default': [], 'items': {'$ref': 'CatalogAdapter'}, 'type': 'array'} to "
+    "{'default': [], 'items': {'type': 'string'}, 'type': 'array'}; " + REFUSED: CATALOGUE,
+    "CatalogModel.weight: changed from {'default': 100, 'type': 'integer'} to "
+    "{'anyOf': [{'type': 'integer'}, {'type': 'null'}], 'default': None}; " + REFUSED: CATALOGUE,
+}
 """For each break, as `breaks` names it, the reason why peers of the last release accept it."""
 
 
