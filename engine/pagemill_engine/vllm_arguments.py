@@ -143,7 +143,7 @@ ARGUMENTS: Mapping[str, Argument] = {
     "max_num_partial_prefills": Argument("`max_num_batched_tokens` sizes the parts of prompts.", (1,)),
     "num_lookahead_slots": Argument("Proposed tokens are counted in a step's budget.", ANY),
     "speculative_config": Argument(
-        "Proposed tokens: n-grams, or `off`. Methods with a further model are refused.",
+        "Proposed tokens: n-grams, a draft model, or `off`. Methods with further layers are refused.",
         sets="speculative",
         option="speculative-config",
     ),

@@ -1,7 +1,7 @@
 """Translation of vLLM's `speculative_config` to the engine's setting, for `LLM(...)` and `pagemill serve`.
 
-vLLM's methods that find n-grams become `ngram`. Methods that need a further model are refused, as is every key that
-this version does not know. `vllm_arguments` has all other arguments.
+vLLM's methods that find n-grams become `ngram`, its `draft_model` becomes `draft`. Methods that need further layers are
+refused, as is every key that this version does not know. `vllm_arguments` has all other arguments.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pagemill_protocol.errors import show_python
 
 NAME = "speculative_config"
 _METHODS = {"ngram": "ngram", "[ngram]": "ngram", "ngram_gpu": "ngram", "suffix": "ngram", "auto": "auto", "off": "off"}
+_WITH_MODEL = {"draft_model": "draft", "draft": "draft"}
 _WITHOUT_EFFECT = (
     "prompt_lookup_max",
     "prompt_lookup_min",
@@ -27,7 +28,7 @@ _WITHOUT_EFFECT = (
     "use_local_argmax_reduction",
 )
 """How far n-grams reach and when they are worth it is learned from what is sampled."""
-_REMEDY = "Use ngram, auto or off."
+_REMEDY = "Use ngram, draft_model, auto or off."
 
 
 def speculative_of(given: Any) -> SpeculationConfig:
@@ -39,7 +40,7 @@ def speculative_of(given: Any) -> SpeculationConfig:
     if not isinstance(given, Mapping):
         raise ValueError(f"{NAME} must be an object such as {{'method': 'ngram'}}, got {show_python(given)}.")
     keys = {key: value for key, value in given.items() if value is not None}
-    method = _method_of(keys)
+    method, source = _method_of(keys)
     num_tokens = _count(keys, "num_speculative_tokens", MOST_PROPOSED)
     longest, shortest = _count(keys, "prompt_lookup_max"), _count(keys, "prompt_lookup_min")
     if longest is not None and shortest is not None and shortest > longest:
@@ -49,24 +50,31 @@ def speculative_of(given: Any) -> SpeculationConfig:
     for key in keys:
         if key not in ("method", "model", "num_speculative_tokens", *_WITHOUT_EFFECT):
             raise ValueError(f"{NAME}: {key} is not supported. Remove it.")
-    return SpeculationConfig(method=method, **({} if num_tokens is None else {"num_tokens": num_tokens}))
+    return SpeculationConfig(method=method, source=source, **({} if num_tokens is None else {"num_tokens": num_tokens}))
 
 
-def _method_of(keys: Mapping[str, Any]) -> Any:
-    """Return the engine's method. vLLM's `model` may name a method."""
+def _method_of(keys: Mapping[str, Any]) -> tuple[Any, str | None]:
+    """Return the engine's method and the source of its model. vLLM's `model` may name a method, and alone is a draft
+    model."""
     method, model = keys.get("method"), keys.get("model")
+    if model is not None and not isinstance(model, str):
+        raise ValueError(f"{NAME}: model must be a text, got {show_python(model)}.")
     if method is None:
-        method = model if model is not None else "auto"
-    elif model is not None and model not in _METHODS:
-        raise ValueError(f"{NAME}: model={show_python(model)}: this version runs no draft model. Remove it.")
+        method = "auto" if model is None else model if model in _METHODS else "draft_model"
     if isinstance(method, str) and method in entry_points(group=PROPOSER_GROUP).names:
-        return method
-    if not isinstance(method, str) or method not in _METHODS:
+        return method, None
+    if not isinstance(method, str) or method not in _METHODS | _WITH_MODEL:
         raise ValueError(
-            f"{NAME}: method {show_python(method)} is not supported: this version runs no model or layers that propose "
-            f"tokens. {_REMEDY}"
+            f"{NAME}: method {show_python(method)} is not supported: this version runs no layers that propose tokens. "
+            f"{_REMEDY}"
         )
-    return _METHODS[method]
+    if method in _WITH_MODEL:
+        if model is None:
+            raise ValueError(f"{NAME}: method {method} needs the draft model. Name it by `model`.")
+        return _WITH_MODEL[method], model
+    if model is not None and model not in _METHODS:
+        raise ValueError(f"{NAME}: model={show_python(model)}: method {method} takes no model. Remove it.")
+    return _METHODS[method], None
 
 
 def _count(keys: Mapping[str, Any], key: str, most: int | None = None) -> int | None:

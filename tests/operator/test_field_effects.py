@@ -163,7 +163,7 @@ IGNORED_TOGETHER: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"engine__extraArgs": ["--vocab-size=99"]}, "spec.engine.extraArgs[0]", "--null-runner"),
     ({"engine__extraArgs": ["--step-time={}"]}, "spec.engine.extraArgs[0]", "--null-runner"),
-    ({"engine__speculative__method": "mtp"}, "spec.engine.speculative", "set method to auto, ngram or off"),
+    ({"engine__speculative__method": "mtp"}, "spec.engine.speculative", "set method to auto, ngram, draft or off"),
 ]
 
 

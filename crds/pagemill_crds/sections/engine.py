@@ -33,11 +33,12 @@ class Speculative(Section):
 
     method: Literal["auto", "ngram", "draft", "mtp", "eagle3", "off"]
     """`auto` and `ngram` propose what a client predicts (`prediction` of a chat) and what stood behind the same words
-    before, in the prompt, in the answer or in recent answers to prompts that begin alike, `off` nothing. `draft`, `mtp`
-    and `eagle3` are reserved for a small model, the model's own layers and trained heads: this version ignores them and
-    reports them in `FieldsSupported`."""
+    before, in the prompt, in the answer or in recent answers to prompts that begin alike, `draft` what a client
+    predicts and what the model of `source` drafts, `off` nothing. `mtp` and `eagle3` are reserved for the model's own
+    layers and trained heads: this version ignores them and reports them in `FieldsSupported`."""
     source: Source | None = None
-    """Weights of the draft model, with the schemes of `spec.model.source`."""
+    """The draft model, with the schemes of `spec.model.source`: a smaller one with the same tokenizer. Engines on CPUs
+    run it; its weights and its KV cache take part of the memory."""
     num_tokens: Annotated[int, Field(ge=1, le=16)] = 4
     """Maximum number of tokens proposed for a request in one step. The engine chooses how many by their expected gain;
     for texts that are copied, 8 are faster than the default."""

@@ -63,6 +63,8 @@ class RunnerInfo(NamedTuple):
     """Raises `DeviceLostError` if what computes was lost while no step ran."""
     takes_back: bool = True
     """Whether tokens that a step computed can be taken back: not if the model keeps states without the inputs since."""
+    drafts: bool = False
+    """Whether it drafts tokens behind a step (`StepPlan.drafts`)."""
     kinds: tuple[CacheKind, ...] = (FULL,)
     """The cache kinds of the model's layers."""
     kind_blocks: tuple[int, ...] = ()

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from pagemill_engine.decoders.step_model import CachedTokens, StepModel, StepTokens
 from pagemill_engine.executing.base import Runner, RunnerInfo
+from pagemill_engine.executing.drafter import Drafter
 from pagemill_engine.executing.errors import StepSkippedError
 from pagemill_engine.executing.inputs import RequestRows, StepInputs
 from pagemill_engine.executing.kv_cache import KindBlocks, KVCache
@@ -43,7 +44,9 @@ class EagerRunner:
         info: RunnerInfo,
         max_num_seqs: int,
         adapters: RowAdapters | None = None,
+        draft: tuple[StepModel, KVCache] | None = None,
     ) -> None:
+        """`draft`: a model that drafts tokens, and its cache."""
         self.info = info
         self.model = model
         self.kv_cache = kv_cache
@@ -54,13 +57,18 @@ class EagerRunner:
         self._adapters = adapters
         self._piece_rows = piece_rows(max_num_seqs)
         model.use_caches(kv_cache.layers)
+        num_blocks = kv_cache.of_kinds[0].num_blocks
+        self._drafter = None if draft is None else Drafter(*draft, num_blocks, self._rows, self._sampling)
 
     def launch(self, plan: StepPlan) -> StepResult:
         self._apply_differences(plan)
         if not plan.num_scheduled_tokens:
             return StepResult()
         inputs = self._rows.gather(plan)
-        return self._answer(plan, inputs, self.model.hidden(self._tokens(inputs), self._adapters_of(inputs)))
+        result = self._answer(plan, inputs, self.model.hidden(self._tokens(inputs), self._adapters_of(inputs)))
+        if self._drafter is not None:
+            result.drafted, result.draft_ms = self._drafter.run(inputs, plan.drafts)
+        return result
 
     def wait(self, handle: Any) -> StepResult:
         result: StepResult = handle
@@ -69,13 +77,17 @@ class EagerRunner:
     def sleep(self) -> int:
         self.close()
         trim_heap()
-        return self.kv_cache.num_bytes
+        return self.kv_cache.num_bytes + (0 if self._drafter is None else self._drafter.kv_cache.num_bytes)
 
     def wake(self) -> None:
+        if self._drafter is not None:
+            self._drafter.wake()
         self.kv_cache.allocate()
         self.model.use_caches(self.kv_cache.layers)
 
     def close(self) -> None:
+        if self._drafter is not None:
+            self._drafter.close()
         self.model.use_caches(())
         self.kv_cache.release()
 
@@ -92,6 +104,8 @@ class EagerRunner:
         self._rows.update_blocks(plan)
         for own, changes in zip(self.kv_cache.of_kinds, plan.tables, strict=False):
             own.copy_blocks(changes.copies)
+        if self._drafter is not None and plan.tables:
+            self._drafter.copy_blocks(plan.tables[0].copies)
 
     def _adapters_of(self, inputs: StepInputs, tokens: NDArray[np.int64] | slice | None = None) -> Any:
         """Return the adapters of the step's tokens, or of some of them; None: none has one."""

@@ -193,7 +193,7 @@ class EngineCore:
             self._fail_steps_in_flight(plan)
             raise
         try:
-            self._record_step_time(step)
+            self._record_step_time(step, result.draft_ms)
             self.scheduler.update(plan, result)
         except BaseException as error:
             self._abandon(plan, error)
@@ -227,12 +227,13 @@ class EngineCore:
         if not isinstance(error, Exception):
             raise error
 
-    def _record_step_time(self, step: Launched) -> None:
-        """Record the step's time: while there is work, that from one read to the next, all between them included."""
+    def _record_step_time(self, step: Launched, draft_ms: float) -> None:
+        """Record the step's time: while there is work, that from one read to the next, all between them included. What
+        drafting took is no part of it (`proposing.draft`)."""
         now_s = self._clock()
         self._step_ms = (now_s - (self._last_read_s if self._has_next_step else step.started_s)) * 1000
         self._last_read_s = now_s
-        self.step_timer.observe(self.step_time, step.plan, self._step_ms, now_s)
+        self.step_timer.observe(self.step_time, step.plan, self._step_ms - draft_ms, now_s)
 
     def _report(self, step: Launched | None) -> StepOutputs:
         expected_ms = 0.0

@@ -13,6 +13,7 @@ from importlib.metadata import entry_points
 from pagemill_engine.config import PROPOSER_GROUP, EngineConfig, SpeculationConfig
 from pagemill_engine.executing.base import RunnerInfo
 from pagemill_engine.proposing.base import Method
+from pagemill_engine.proposing.draft import DraftMethod, Rounds
 from pagemill_engine.proposing.gain import MsOf
 from pagemill_engine.proposing.ngram import Ngrams
 from pagemill_engine.proposing.recent_answers import RecentAnswers
@@ -22,6 +23,7 @@ from pagemill_engine.weights.errors import LoadError
 BUILT_IN: Mapping[str, tuple[Callable[[], Method], ...]] = {
     "auto": (Ngrams, RecentAnswers),
     "ngram": (Ngrams, RecentAnswers),
+    "draft": (DraftMethod,),
 }
 """To add a method, add a file in `proposing` and an entry here, and its name to `config.PROPOSING`."""
 
@@ -51,7 +53,8 @@ def proposals_of(config: EngineConfig, info: RunnerInfo, ms_of: MsOf) -> Proposa
         methods = []
     if not config.enable_prefix_caching:  # then requests share nothing
         methods = [method for method in methods if not isinstance(method, RecentAnswers)]
-    return Proposals(methods, settings.num_tokens, can_verify=info.can_verify, ms_of=ms_of)
+    rounds = Rounds(settings.num_tokens) if info.drafts else None
+    return Proposals(methods, settings.num_tokens, can_verify=info.can_verify, ms_of=ms_of, rounds=rounds)
 
 
 def _refused(what: str) -> LoadError:

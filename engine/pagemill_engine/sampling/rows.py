@@ -113,6 +113,10 @@ class SamplingRows:
             return SamplingBatch()
         return self.batch_beside_draws(rows, num_generated)._replace(draws=self._draws(rows, num_generated))
 
+    def batch_of_drafts(self, rows: NDArray[np.int64], num_generated: NDArray[np.int64]) -> SamplingBatch:
+        """Return the settings of a model that drafts: the same draws and biases. Nothing is counted or reported."""
+        return SamplingBatch(draws=self._draws(rows, num_generated), edits=self._edits(rows, num_generated))
+
     def batch_beside_draws(self, rows: NDArray[np.int64], num_generated: NDArray[np.int64]) -> SamplingBatch:
         """Return the settings as `batch` does, without those that the device has: temperature, filters and seed."""
         return SamplingBatch(

@@ -8,14 +8,16 @@ the chances and the choice; `scheduler` schedules and applies proposals.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from pagemill_engine.proposing.acceptance import Acceptance
 from pagemill_engine.proposing.base import Method, ProposalSource, Proposing
+from pagemill_engine.proposing.draft import DraftProposer, Rounds
 from pagemill_engine.proposing.gain import MsOf, StepShape, can_gain, choose
 from pagemill_engine.proposing.prediction import PredictionMethod
-from pagemill_engine.scheduler.sequence import Sequence
+from pagemill_engine.scheduler.sequence import Sequence, SequenceState
+from pagemill_engine.scheduler.step import StepPlan, StepResult
 from pagemill_engine.scheduler.token_masks import masks_along
 from pagemill_protocol.request.sampling import SamplingParams
 
@@ -46,11 +48,12 @@ class Proposals:
         *,
         can_verify: Callable[[SamplingParams], bool] = lambda _: True,
         ms_of: MsOf | None = None,
+        rounds: Rounds | None = None,
     ) -> None:
         """`methods`: those that are asked for every sequence, beside what clients predict. `most`: tokens proposed for
         a sequence in one step. `can_verify`: whether the runner samples several tokens of a request with these
         parameters in one step. `ms_of`: the step times by which the number is chosen; without, everything is
-        proposed."""
+        proposed. `rounds`: of a runner that drafts, for `DraftMethod`."""
         self._methods = [(each, Acceptance()) for each in (PredictionMethod(), *methods)]
         """With what is known about all proposals of each."""
         self._asks_all = len(self._methods) > 1
@@ -59,6 +62,7 @@ class Proposals:
         """Whether a sequence may have proposals."""
         self._can_verify = can_verify
         self._ms_of = ms_of
+        self._rounds = rounds
         self._gained_ms = 0.0
         self._turn_ms = 0.0
         """Milliseconds between a step and one that waits for its tokens, in a loop that runs ahead otherwise."""
@@ -78,9 +82,11 @@ class Proposals:
 
     def keep_waiting(self, all_sequences: Sequences) -> bool:
         """Whether the next step waits for the tokens of the step in flight: of some it is not known how many there
-        are, or proposals behind them gain more."""
+        are, some are drafted behind it, or proposals behind them gain more."""
         running = all_sequences.running
-        if any(seq.num_pending_tokens > 1 for seq in running):
+        if any(seq.num_pending_tokens > 1 for seq in running) or any(
+            step.plan.drafts for step in all_sequences.in_flight
+        ):
             return True
         seqs = [seq for seq in running if seq.num_pending_tokens and not (seq.search or seq.pooling)]
         return bool(self._chosen(seqs, all_sequences, 1))
@@ -128,6 +134,42 @@ class Proposals:
         """Return the milliseconds that were saved since the last call."""
         gained_ms, self._gained_ms = self._gained_ms, 0.0
         return gained_ms
+
+    def plan_drafts(self, plan: StepPlan, all_sequences: Sequences) -> None:
+        """Decide how many tokens the runner drafts behind a step, for the next one to verify."""
+        if self._rounds is None:
+            return
+        rooms, acceptances = {}, []
+        for name in plan.num_scheduled_tokens:
+            sequence = all_sequences.by_id[name]
+            room = sequence.max_total_tokens - sequence.num_tokens - 2  # what is sampled in this step and the next
+            if name not in plan.samples or room < 1 or sequence.search is not None or sequence.pooling is not None:
+                continue
+            source = self._draft_source(sequence)
+            if source is not None and self._can_verify(sequence.sampling):
+                rooms[name] = room
+                acceptances.append(source.acceptance)
+        if rooms:
+            num = self._rounds.choose(acceptances, _step_shape(all_sequences), self._ms_of, self._turn_ms)
+            plan.drafts = {name: min(num, room) for name, room in rooms.items()} if num else {}
+
+    def take_drafts(self, result: StepResult, sequences: Mapping[str, Sequence]) -> None:
+        """Note what was drafted behind a step whose tokens were taken. `sequences`: by id."""
+        if self._rounds is None:
+            return
+        self._rounds.record(max(map(len, result.drafted.values())), result.draft_ms)
+        self._gained_ms -= result.draft_ms
+        for name, drafted in result.drafted.items():
+            sequence = sequences.get(name)
+            if sequence is None or sequence.state is not SequenceState.RUNNING or sequence.was_jumped:
+                continue
+            source = self._draft_source(sequence)
+            if source is not None and isinstance(source.proposer, DraftProposer):
+                source.proposer.take(drafted)
+
+    def _draft_source(self, sequence: Sequence) -> ProposalSource | None:
+        sources = (sequence.proposing or self._begin(sequence)).sources
+        return next((source for source in sources if isinstance(source.proposer, DraftProposer)), None)
 
     def fitting(self, sequence: Sequence, token_ids: list[int], most: int) -> Proposal | None:
         """Return as many of the proposed tokens as may be sampled, at most `most`, or None."""

@@ -18,7 +18,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from itertools import islice
 from typing import TYPE_CHECKING
 
 from pagemill_engine.ipc.messages import TokensOut
@@ -164,12 +163,14 @@ class Scheduler:
             proposals = self._proposals if self._proposals is not None and self._proposals.is_active else None
             if proposals is not None and self._in_flight and proposals.keep_waiting(self._sequences):
                 return step.plan
-            self._preempt_low_priority()
+            self._sequences.preempt_low_priority(self.limits.max_num_seqs)
             preemptions = self.num_preemptions
             if proposals is not None:
                 self._schedule_proposals(proposals, step)
             prefills = self._schedule_decodes(step)
             self._schedule_prefills(prefills, step, preemptions)
+            if proposals is not None:
+                proposals.plan_drafts(step.plan, self._sequences)
         plan = step.plan
         if plan.num_scheduled_tokens:
             plan.released = self._sequences.swap_released([])
@@ -264,18 +265,6 @@ class Scheduler:
                     self._continue(seq, step)
             else:
                 return
-
-    def _preempt_low_priority(self) -> None:
-        """Preempt low-priority sequences for waiting ones of higher priority if the batch is full. Their computed
-        tokens stay in the prefix cache as long as there is space. They start again after all others."""
-        most = self.limits.max_num_seqs
-        if len(self._running) < most or not self._running.last_except(None).is_low_priority:
-            return
-        num_higher = sum(1 for seq in islice(self._waiting, most) if not seq.is_low_priority)
-        for _ in range(num_higher):
-            if not (self._running and (last := self._running.last_except(None)).is_low_priority):
-                return
-            self._preempt(last)
 
     def _schedule_alone(self, seq: Sequence, step: StepBuilder) -> None:
         if seq.state is SequenceState.RUNNING:
@@ -396,6 +385,8 @@ class Scheduler:
                     self._take_pooled(seq, result.pooled[name])
             elif name in samples:
                 take_token(seq, token_ids[name], logprobs[name][0] if logprobs and name in logprobs else None)
+        if result.drafted and self._proposals is not None:
+            self._proposals.take_drafts(result, seqs)
         self._in_flight.complete(plan)
 
     def _take_verified(

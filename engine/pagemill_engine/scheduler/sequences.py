@@ -7,6 +7,7 @@ goes on. All of them move sequences by these methods, so that queues, counts and
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 from pagemill_engine.kv.manager import CacheManager
@@ -82,6 +83,17 @@ class Sequences:
         self.num_preemptions += 1
         sequence.num_preemptions += 1
         self.queue(sequence)
+
+    def preempt_low_priority(self, most: int) -> None:
+        """Preempt low-priority sequences for waiting ones of higher priority if the batch has `most` sequences. Their
+        computed tokens stay in the prefix cache as long as there is space. They start again after all others."""
+        if len(self.running) < most or not self.running.last_except(None).is_low_priority:
+            return
+        num_higher = sum(1 for sequence in islice(self.waiting, most) if not sequence.is_low_priority)
+        for _ in range(num_higher):
+            if not (self.running and (last := self.running.last_except(None)).is_low_priority):
+                return
+            self.preempt(last)
 
     def swap_released(self, following: list[str]) -> list[str]:
         """Return the sequences that the runner must release with the next plan, and set those of the plan after it."""

@@ -101,6 +101,8 @@ class StepPlan(msgspec.Struct, omit_defaults=True):
     """Tokens that may follow those of a sampling request, and are computed behind them: they count in
     `num_scheduled_tokens`. The request samples after the last of its own tokens, and after each proposed token as long
     as it sampled the one before: then the proposed tokens are its own. The runner takes back the others."""
+    drafts: dict[str, int] = {}
+    """Most tokens to draft behind the sampled ones of some requests, for a runner that drafts."""
     token_masks: dict[str, Any] = {}
     """Masks of the sampling requests that may not take every token: int32 arrays with one bit per token, or a
     `grammar.token_state.TokenState`, whose mask the runner reads after the forward pass is under way and before `wait`
@@ -137,6 +139,10 @@ class StepResult(msgspec.Struct, omit_defaults=True):
     """One entry for each token of the requests that ask for them."""
     prompt_logprobs: dict[str, list[TokenLogprobs]] = {}
     """One entry for each token of `StepPlan.prompt_targets`."""
+    drafted: dict[str, list[int]] = {}
+    """What may follow the last sampled token of the requests in `StepPlan.drafts`."""
+    draft_ms: float = 0.0
+    """Milliseconds that drafting took, all first tokens excepted: a step without drafts takes so much less."""
     failed: dict[str, str] = {}
     """Requests that failed in this step (non-finite logits and the like), with the reason; the others continue."""
     pooled: dict[str, bytes] = {}

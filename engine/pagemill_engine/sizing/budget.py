@@ -46,6 +46,9 @@ class Sizes(NamedTuple):
     """Whether such attention also writes its scores out, one key/value head of a chunk at a time."""
     adapter_bytes: int = 0
     """All adapters that are kept in memory, each of the largest rank."""
+    draft_step_bytes: int = 0
+    """What a draft model takes in the largest step: blocks of tokens that may be rejected, and its activations. Its
+    weights, keys and values are in the figures above."""
 
 
 class RankSizes(NamedTuple):
@@ -105,7 +108,7 @@ def plan_memory(
             raise _step_too_large(config, (sizes.weight_bytes, step_bytes, 0), state)
         num_blocks = _num_blocks(config, block_bytes, default_bytes)
     cache_tokens = num_blocks * config.block_size
-    activations = activation_bytes(config, spec, sizes, cache_tokens)
+    activations = activation_bytes(config, spec, sizes, cache_tokens) + sizes.draft_step_bytes
     if ranks:
         activations = _rank_bytes(config, ranks, state, cache_tokens)
     return _plan(config, num_blocks, sizes, state, activations, measured=False)

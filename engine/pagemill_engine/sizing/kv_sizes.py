@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from pagemill_engine.config import EngineConfig, StepLimits
 from pagemill_engine.sizing.budget import keeps_nothing
 from pagemill_engine.weights.errors import LoadError
@@ -37,12 +39,19 @@ def kv_bytes_per_token(spec: ModelSpec, kind: KVType) -> int:
     return sum(heads * token_bytes(kind, size) for heads, size in spec.cache_shapes)
 
 
-def cache_kinds(config: EngineConfig, spec: ModelSpec, kind: KVType, num_blocks: int) -> CacheBlocks:
-    """Divide the memory of `num_blocks` blocks of all attention layers among the cache kinds of the model."""
+def cache_kinds(
+    config: EngineConfig, spec: ModelSpec, kind: KVType, num_blocks: int, draft_block_bytes: int = 0
+) -> CacheBlocks:
+    """Divide the memory of `num_blocks` blocks of all attention layers among the cache kinds of the model.
+
+    `draft_block_bytes`: what a draft model keeps beside each block of the first kind, which keeps everything.
+    """
     longest = min(config.max_model_len or spec.max_position_embeddings, spec.max_position_embeddings)
     kinds = kinds_of(spec.decoder, config.block_size, lambda values: token_bytes(kind, values), longest)
     if keeps_nothing(spec):
         return CacheBlocks((one_kind(kinds),), (num_blocks,))
+    if draft_block_bytes:
+        kinds[0] = msgspec.structs.replace(kinds[0], block_bytes=kinds[0].block_bytes + draft_block_bytes)
     total = num_blocks * sum(each.block_bytes for each in kinds if not each.state)
     return divide(kinds, total, longest, config.step, config.block_size)
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.sizing.budget import RankSizes, Sizes
+from pagemill_engine.sizing.budget import RankSizes, Sizes, activation_bytes
 from pagemill_engine.sizing.compute import (
     Compute,
     check_by_transformers,
@@ -21,6 +21,7 @@ from pagemill_engine.sizing.compute import (
     check_pooled,
     choose_compute,
 )
+from pagemill_engine.sizing.draft import DraftModel, find_draft, scratch_blocks
 from pagemill_engine.sizing.kv_sizes import kv_bytes_per_token
 from pagemill_engine.sizing.rank_parts import rank_sizes
 from pagemill_engine.weights.declared import DeclaredWeights
@@ -101,7 +102,11 @@ def sizes_on_gpu(config: EngineConfig, path: Path, spec: ModelSpec) -> Sizes:
 
 
 def _sizes(config: EngineConfig, path: Path, spec: ModelSpec, storage: StorageForms) -> Sizes:
-    return sizes_of(config, _weights(config, path, spec, storage), spec, storage)
+    sizes, draft = (
+        sizes_of(config, _weights(config, path, spec, storage), spec, storage),
+        find_draft(config, path, spec),
+    )
+    return sizes if draft is None else with_draft(sizes, draft, config)
 
 
 def _weights(config: EngineConfig, path: Path, spec: ModelSpec, storage: StorageForms) -> WeightSource:
@@ -109,6 +114,17 @@ def _weights(config: EngineConfig, path: Path, spec: ModelSpec, storage: Storage
     if path.is_dir() and lacks_weights(path):
         return _rounded(config, path, spec, shape_only_weights(path, spec, small_floats))
     return weights_of(config, path, spec, small_floats)
+
+
+def with_draft(sizes: Sizes, draft: DraftModel, config: EngineConfig) -> Sizes:
+    """Return the sizes of a model and its draft model together. `config`: that of the model."""
+    own = _sizes(draft.config, draft.path, draft.spec, storage_forms(draft.compute))
+    scratch_bytes = config.step.max_num_seqs * scratch_blocks(config) * config.block_size * own.kv_bytes_per_token
+    return sizes._replace(
+        weight_bytes=sizes.weight_bytes + own.weight_bytes,
+        kv_bytes_per_token=sizes.kv_bytes_per_token + own.kv_bytes_per_token,
+        draft_step_bytes=scratch_bytes + activation_bytes(draft.config, draft.spec, own, config.block_size),
+    )
 
 
 def sizes_of(config: EngineConfig, weights: WeightSource, spec: ModelSpec, storage: StorageForms) -> Sizes:

@@ -18,8 +18,10 @@ from pagemill_engine.executing.pooling_runner import PoolingRunner
 from pagemill_engine.executing.row_adapters import RowAdapters, TorchTables, native_tables
 from pagemill_engine.sizing.budget import keeps_nothing
 from pagemill_engine.sizing.compute import Compute
+from pagemill_engine.sizing.draft import DraftModel, scratch_blocks
 from pagemill_engine.sizing.kv_sizes import cache_kinds, max_model_len_for
 from pagemill_engine.sizing.memory import measure_memory
+from pagemill_engine.sizing.sizing import weights_of
 from pagemill_engine.starting.preparing import ModelFiles, PreparedModel, describe_cache, prepare, refusals, runner_info
 from pagemill_engine.starting.threads import threads_of_ranks, torch_threads
 from pagemill_kernels.cpu import launch
@@ -38,6 +40,8 @@ def load_on_cpu(files: ModelFiles, compute: Compute) -> Runner:
     prepare_thread = torch_threads(compute, num_threads)
     with refusals(files.path):
         prepared = prepare(files, compute, measure_memory())
+        if prepared.draft is not None:
+            prepare_thread = torch_threads(prepared.draft.compute, num_threads) or prepare_thread
         runner = _runner(files, prepared)
     # torch's OpenMP keeps a team of threads for each computing thread. From here on only the runner's team works.
     return ThreadedRunner(runner, prepare_thread) if files.config.overlap else runner
@@ -45,7 +49,9 @@ def load_on_cpu(files: ModelFiles, compute: Compute) -> Runner:
 
 def _runner(files: ModelFiles, prepared: PreparedModel) -> Runner:
     config, compute, spec, num_blocks = prepared.config, prepared.compute, files.spec, prepared.num_blocks
-    cache = cache_kinds(config, spec, compute.kv_dtype, num_blocks)
+    draft = prepared.draft
+    draft_bytes = 0 if draft is None else draft.kv_bytes_per_token * config.block_size
+    cache = cache_kinds(config, spec, compute.kv_dtype, num_blocks, draft_bytes)
     max_model_len = max_model_len_for(config, spec, cache)
     if keeps_nothing(spec):
         from pagemill_engine.starting.load_encoder import load_encoder
@@ -64,8 +70,26 @@ def _runner(files: ModelFiles, prepared: PreparedModel) -> Runner:
             store = make_store(config, spec.decoder, prepared.weights, natively=compute.is_native)
             info = info._replace(serves_adapters=True, adapters=store)
             adapters = _row_adapters(store, spec, config.step.max_num_seqs, natively=compute.is_native)
-        return EagerRunner(model, kv_cache, info, config.step.max_num_seqs, adapters)
+        if draft is None:
+            return EagerRunner(model, kv_cache, info, config.step.max_num_seqs, adapters)
+        drafting = _draft(files, prepared, draft, cache.counts[0], max_model_len)
+        info = info._replace(drafts=True, weight_bytes=info.weight_bytes + drafting[0].num_bytes)
+        return EagerRunner(model, kv_cache, info, config.step.max_num_seqs, adapters, drafting)
     return PoolingRunner(model, kv_cache, info, config.step.max_num_seqs, Pooler(spec.pooling, model.classifier))
+
+
+def _draft(
+    files: ModelFiles, prepared: PreparedModel, draft: DraftModel, num_blocks: int, max_model_len: int
+) -> tuple[StepModel, KVCache]:
+    """Load the draft model. `num_blocks`: of the cache kind that keeps everything."""
+    config, spec, compute = draft.config, draft.spec, draft.compute
+    with refusals(draft.path):
+        weights = weights_of(config, draft.path, spec, compute.weight_forms.small_floats)
+        own = prepared._replace(config=config, compute=compute, weights=weights)
+        drafted = files._replace(config=config, path=draft.path, spec=spec)
+        model = _native(own, spec, max_model_len) if compute.is_native else _torch(drafted, own, max_model_len)
+    num_own = prepared.config.step.max_num_seqs * scratch_blocks(prepared.config)
+    return model, KVCache(spec, num_blocks + num_own, config.block_size, compute.kv_dtype)
 
 
 def _row_adapters(store: AdapterStore, spec: ModelSpec, max_rows: int, *, natively: bool) -> RowAdapters:

@@ -19,10 +19,11 @@ from pagemill_engine.executing.base import RunnerInfo
 from pagemill_engine.ipc.messages import MemoryBudget
 from pagemill_engine.sizing.budget import Sizes, plan_memory
 from pagemill_engine.sizing.compute import Compute
+from pagemill_engine.sizing.draft import DraftModel, find_draft
 from pagemill_engine.sizing.kv_sizes import CacheBlocks
 from pagemill_engine.sizing.memory import MemoryState
 from pagemill_engine.sizing.rank_parts import rank_sizes, together
-from pagemill_engine.sizing.sizing import sizes_of, storage_forms, weights_of
+from pagemill_engine.sizing.sizing import sizes_of, storage_forms, weights_of, with_draft
 from pagemill_engine.sizing.step_limits import choose_step_limits
 from pagemill_engine.weights.codes import describe_codes
 from pagemill_engine.weights.early_digest import EarlyDigest
@@ -56,6 +57,7 @@ class PreparedModel(NamedTuple):
     """Memory of the device before the weights were loaded."""
     num_blocks: int
     budget: MemoryBudget
+    draft: DraftModel | None = None
 
 
 def prepare(files: ModelFiles, compute: Compute, before: MemoryState) -> PreparedModel:
@@ -66,11 +68,13 @@ def prepare(files: ModelFiles, compute: Compute, before: MemoryState) -> Prepare
         check_depth(spec.decoder, weights.shapes)
     storage = storage_forms(compute)
     ranks = rank_sizes(config, weights, spec, lambda own, part: sizes_of(config, own, part, storage))
-    sizes = together(sizes_of(config, weights, spec, storage), ranks)
+    sizes, draft = together(sizes_of(config, weights, spec, storage), ranks), find_draft(config, files.path, spec)
+    if draft is not None:
+        sizes = with_draft(sizes, draft, config)
     config = choose_step_limits(config, spec, sizes, before)
     num_blocks, budget = plan_memory(config, spec, sizes, before, ranks)
     files.progress("loading", f"{default_name(config.model)}: {_held(files, compute, weights)}, {compute.how}")
-    return PreparedModel(config, compute, weights, sizes, before, num_blocks, budget)
+    return PreparedModel(config, compute, weights, sizes, before, num_blocks, budget, draft)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from pagemill_models.sources import in_full
 from pagemill_protocol.engine_ports import CONTROL_PORT, DATA_PORT
 from pagemill_protocol.resource.quantities import cpu_cores, duration_seconds, memory_bytes
 
-SPECULATIVE_METHODS = ("auto", "ngram", "off")
+SPECULATIVE_METHODS = ("auto", "ngram", "draft", "off")
 """Methods of `spec.engine.speculative` that engines have."""
 
 
@@ -58,7 +58,8 @@ def _defaults(defaults: GenerationDefaultsSection | None) -> dict[str, float] | 
 def _speculative(section: Speculative | None) -> dict[str, Any] | None:
     if section is None or section.method not in SPECULATIVE_METHODS:
         return None
-    return {"method": section.method, "num_tokens": section.num_tokens}
+    settings: dict[str, Any] = {"method": section.method, "num_tokens": section.num_tokens}
+    return settings if section.source is None else {**settings, "source": in_full(section.source)}
 
 
 def _unless_one(size: int) -> int | None:

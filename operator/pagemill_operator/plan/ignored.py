@@ -29,7 +29,7 @@ def find_ignored(spec: LLMDeploymentSpec, backend: Backend, settings: dict[str, 
     """Yield the fields that have no effect; `settings` is the content of the engine's settings file."""
     speculative = spec.engine.speculative
     if speculative is not None and speculative.method not in SPECULATIVE_METHODS:
-        message = "this version runs no model and no layers that propose tokens; set method to auto, ngram or off"
+        message = "this version runs no layers that propose tokens; set method to auto, ngram, draft or off"
         yield Problem("spec.engine.speculative", speculative.method, message)
     if spec.engine.image is not None and spec.engine.version is not None:
         message = "spec.engine.image names the whole image; put the version into its tag, or remove one of the fields"

@@ -57,8 +57,11 @@ def test_an_argument_without_effect_is_logged_once(
         ({"tensor_parallel_size": 0}, "tensor_parallel_size must be at least 1, got 0"),
         ({"fully_sharded_loras": True}, "fully_sharded_loras=True is not supported"),
         ({"revision": "main"}, "hf://ORG/NAME@REVISION"),
-        ({"speculative_config": {"model": "x"}}, "speculative_config: method 'x' is not supported"),
-        ({"speculative_config": {"method": "eagle3", "model": "x"}}, "runs no draft model"),
+        ({"speculative_config": {"method": "medusa"}}, "speculative_config: method 'medusa' is not supported"),
+        ({"speculative_config": {"method": "eagle3", "model": "x"}}, "method 'eagle3' is not supported"),
+        ({"speculative_config": {"method": "draft_model"}}, "method draft_model needs the draft model"),
+        ({"speculative_config": {"method": "ngram", "model": "x"}}, "model='x': method ngram takes no model"),
+        ({"speculative_config": {"model": 3}}, "model must be a text, got 3"),
         ({"speculative_config": {"method": "deepseek_mtp"}}, "method 'deepseek_mtp' is not supported"),
         ({"speculative_config": {"method": "ngram", "rejection": 1}}, "speculative_config: rejection is not supported"),
         (
@@ -70,7 +73,8 @@ def test_an_argument_without_effect_is_logged_once(
             "a whole number of 1 to 16, got 17",
         ),
         ({"speculative_config": "ngram"}, "must be an object"),
-        ({"speculative": {"method": "draft"}}, "method draft: this version runs no model"),
+        ({"speculative": {"method": "draft"}}, "method draft needs the draft model's source"),
+        ({"speculative": {"method": "auto", "source": "x"}}, "method auto takes no source"),
         ({"speculative": {"method": "auto", "tokens": 3}}, "tokens"),
         ({"enforce_eager": True, "cuda_graphs": True}, "enforce_eager and cuda_graphs are the same here"),
         ({"gpu_memory_utilisation": 0.9}, "LLM has no parameter 'gpu_memory_utilisation'"),
@@ -195,6 +199,11 @@ async def test_requests_of_an_engine_that_ends_unexpectedly_fail_with_the_reason
             SpeculationConfig(method="ngram", num_tokens=3),
         ),
         ({"method": "off"}, SpeculationConfig(method="off")),
+        ({"model": "org/name"}, SpeculationConfig(method="draft", source="org/name")),
+        (
+            {"method": "draft_model", "model": "org/name", "num_speculative_tokens": 3},
+            SpeculationConfig(method="draft", source="org/name", num_tokens=3),
+        ),
     ],
 )
 def test_what_is_proposed_is_set_as_in_vllm(given: Any, setting: SpeculationConfig) -> None:

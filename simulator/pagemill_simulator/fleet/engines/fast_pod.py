@@ -324,7 +324,7 @@ class FastPod:
                 return
 
     def _preempt_low_priority(self) -> None:
-        """See `Scheduler._preempt_low_priority`."""
+        """See `Sequences.preempt_low_priority`."""
         most = self.limits.max_num_seqs
         if self.num_running < most:
             return
