@@ -40,6 +40,7 @@ ALONE = {
     "pagemill_engine.fetching.load": "imported after the process has set variables that its libraries read at import",
     "pagemill_engine.starting.load_encoder": "its imports need torch, which its user `load_cpu` does without",
     "pagemill_engine.settings": "only settings modules read environment variables",
+    "pagemill_gateway.limits.redis.shared_poison": "redis is imported only where it is configured",
     "pagemill_kube.config": "only settings modules read environment variables",
     "pagemill_simulator.scaling.rivals": "the registry of the rivals' policies",
     "pagemill_simulator.workloads.generators": "the registry of the workloads",

@@ -12,6 +12,7 @@ import asyncio
 import logging
 import time
 from functools import partial
+from hashlib import blake2b
 
 import msgspec
 
@@ -35,7 +36,6 @@ from pagemill_gateway.relay.delivery import AnswerBroken, Delivery, forward, for
 from pagemill_gateway.relay.growth import Growth
 from pagemill_gateway.relay.journal import Journal, JournalCapacity
 from pagemill_gateway.relay.keep_alive import KeepAlive
-from pagemill_gateway.relay.request_content import content_of
 from pagemill_gateway.relay.sinks import Sink
 from pagemill_gateway.relay.upstream import Upstream
 from pagemill_gateway.request_record import RequestRecord
@@ -272,3 +272,11 @@ def _count_tokens(frames: list[Frame]) -> int:
 def _ms_per_token(num_tokens: int, waited_s: float) -> float | None:
     """Return the time per token after the first frames, without the client's reading time; `None` for few tokens."""
     return waited_s * 1000 / num_tokens if num_tokens >= LEAST_TIMED_TOKENS else None
+
+
+def content_of(request: GenerateRequest, deployment: str, account: str) -> bytes:
+    """Return the hash of what a request asks an engine to compute, for one account: token ids and parameters without
+    what gateways assign, such as the seed. A poison request is known again by it."""
+    sampling = msgspec.structs.replace(request.sampling, seed=None)
+    computed = (account, deployment, request.adapter_digest, request.prompt_token_ids, sampling, request.pooling)
+    return blake2b(msgspec.msgpack.encode(computed), digest_size=16).digest()

@@ -1,6 +1,6 @@
 """Remembers blamed requests by their content, so that engines get none of them again for a while.
 
-The content is a hash that workers compute (`relay.request_content`). It is remembered with the digest of the weights
+The content is a hash that workers compute (`relay.relay`). It is remembered with the digest of the weights
 that failed: with other weights, such as those of a new version, the request is tried again. Gateways share what they
 remember through Redis, if they have one.
 """
