@@ -260,13 +260,14 @@ def outputs() -> dict[Path, str]:
     rows = list(rows_of(node, lines))
     definition = (ROOT / "crds" / "llmdeployments.yaml").read_text("utf-8")
     rules, pages = rules_file([alert.document() for alert in ALERTS]), all_pages()
+    local_rules = rules_file([alert.document() for alert in ALERTS if not alert.needs_operator])
     return {
         CHART / "values.schema.json": values_schema(node, lines),
         CHART / "README.md": readme((CHART / "README.md").read_text("utf-8"), rows),
         CHART / "templates" / "crds" / "llmdeployments.yaml": crd_template(definition),
         CHART / "files" / "rules.yaml": rules,
         **{CHART / "files" / "dashboards" / f"{page.uid}.json": dashboard_json(page) for page in pages},
-        CLI_FILES / "rules.yaml": rules,
+        CLI_FILES / "rules.yaml": local_rules,
         **{CLI_FILES / "dashboards" / f"{page.uid}.json": _one_line(dashboard_json(page)) for page in pages},
         ROOT / "docs" / "reference" / "chart.md": reference_page(rows),
     }

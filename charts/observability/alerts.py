@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from observability.rules import HEADROOM, SATURATION, burn
+from observability.rules import CEILING, HEADROOM, KV_USED, READY, REQUESTS, SATURATION, WAITING, burn
 
 RUNBOOKS = "docs/runbooks"
 
@@ -19,6 +19,8 @@ class Alert(NamedTuple):
     """critical: page the person on call. warning: look at it during the day."""
     summary: str
     description: str
+    needs_operator: bool = False
+    """Whether it is about a process that `pagemill up` does not have."""
 
     @property
     def runbook(self) -> str:
@@ -42,11 +44,16 @@ def _burns(*pairs: tuple[float, str, str]) -> str:
     return " or ".join(f"({burn(long)} > {factor} and {burn(short)} > {factor})" for factor, long, short in pairs)
 
 
+LEAST_REQUESTS = 30
+"""With fewer requests an hour, one or two failures would look like a fast burn."""
+SATURATED_NOW = f"(min_over_time({WAITING}[2m]) > 0 and on (model) {READY} >= on (model) {CEILING})"
+"""Requests wait without a pause, and no further replica can start."""
+
 ALERTS = [
     Alert(
         "PagemillErrorBudgetBurnsFast",
-        _burns((14.4, "1h", "5m"), (6, "6h", "30m")),
-        "2m",
+        f"({_burns((14.4, '1h', '5m'), (6, '6h', '30m'))}) and on (model) {REQUESTS} >= {LEAST_REQUESTS}",
+        "1m",
         "critical",
         "{{ $labels.model }} misses its {{ $labels.slo }} objective for many requests",
         "Requests use up the error budget of 30 days {{ $value | humanize }} times as fast as allowed.",
@@ -61,19 +68,22 @@ ALERTS = [
     ),
     Alert(
         "PagemillSaturationSoon",
-        f"{SATURATION} < 30 and on (model) {HEADROOM} < 0.7",
+        f"{SATURATION} < 30 and on (model) {KV_USED} > 0.3 * {CEILING} "
+        f"or on (model) (avg_over_time({WAITING}[5m]) > 1 and deriv({WAITING}[5m]) > 0)",
         "5m",
         "warning",
-        "{{ $labels.model }} will have no free KV cache in {{ $value | humanize }} minutes",
-        "If the trend of the last 30 minutes continues, even the autoscaler's maximum of replicas does not suffice.",
+        "{{ $labels.model }} will soon be out of capacity",
+        "If the growth of the KV cache in use, or of the queue, continues, even the maximum of replicas does not "
+        "suffice.",
     ),
     Alert(
         "PagemillNoHeadroom",
-        f"{HEADROOM} < 0.1",
-        "10m",
+        f"{SATURATED_NOW} or on (model) min_over_time({WAITING}[10m]) > 0 "
+        f"or on (model) avg_over_time({HEADROOM}[10m]) < 0.1",
+        "30s",
         "critical",
-        "{{ $labels.model }} has {{ $value | humanizePercentage }} of its capacity free",
-        "New requests wait for KV cache or for a sequence slot.",
+        "{{ $labels.model }} has no capacity for further requests",
+        "Requests have waited for minutes without a pause, or less than 10 % of the capacity was free.",
     ),
     Alert(
         "PagemillRolloutStuck",
@@ -114,5 +124,6 @@ ALERTS = [
         "critical",
         "No operator is the leader",
         "Requests are answered, but nothing is scaled, replaced or rolled out.",
+        needs_operator=True,
     ),
 ]

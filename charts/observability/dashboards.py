@@ -39,6 +39,27 @@ def _now() -> list[Panel]:
             is_stat=True,
         ),
         Panel(
+            "Waiting",
+            "Requests that wait in gateways and engines until there is capacity.",
+            "none",
+            [(recorded(rules.WAITING), MODEL)],
+            is_stat=True,
+        ),
+        Panel(
+            "First tokens, 95th percentile",
+            "Time to first token that clients of gateways see, in the last five minutes. Empty: no stream began.",
+            "s",
+            [(recorded(rules.FIRST_TOKEN), MODEL)],
+            is_stat=True,
+        ),
+        Panel(
+            "At the maximum",
+            "1: the maximum of replicas is ordered, so that no more can follow the load.",
+            "none",
+            [(recorded(rules.AT_MAXIMUM), MODEL)],
+            is_stat=True,
+        ),
+        Panel(
             "Cost per hour",
             "Price of all GPUs of deployments with spec.cost.gpuHour.",
             CURRENCY,

@@ -51,6 +51,10 @@ KV_USED_LOG = "model:pagemill_kv_used:ln"
 CEILING = "model:pagemill_replicas_ceiling:count"
 SATURATION = "model:pagemill_kv_saturation:minutes"
 NEEDED = "model:pagemill_replicas_needed:count"
+WAITING = "model:pagemill_waiting_requests:count"
+AT_MAXIMUM = "model:pagemill_replicas_at_maximum:bool"
+FIRST_TOKEN = "model:pagemill_first_token_p95:seconds"
+REQUESTS = "model:pagemill_requests:increase1h"
 SERVED = "model:pagemill_tokens_served:rate5m"
 GOODPUT = "model:pagemill_goodput_requests:rate5m"
 WASTE = "model:pagemill_waste:ratio"
@@ -71,6 +75,7 @@ def within_objective(window: str) -> str:
 def capacity_rules() -> list[Rule]:
     running = by_model(serving("vllm:num_requests_running"))
     places = by_model(serving("pagemill_engine_max_num_seqs"))
+    waiting = "sum by (model) (pagemill_gateway_queue_requests)"
     usage = by_model(serving("vllm:kv_cache_usage_perc"))
     return [
         Rule(READY, by_model("pagemill_engine_ready"), "Engines that accept requests."),
@@ -82,6 +87,17 @@ def capacity_rules() -> list[Rule]:
         Rule(USAGE, f"{running} / ({places} > 0)", "Share of the sequence slots in use.", {"resource": "sequences"}),
         Rule(HEADROOM, f"1 - max by (model) ({USAGE})", "Free share of the scarcer of KV cache and sequence slots."),
         Rule(CEILING, f"sum by (model) (pagemill_deployment_max_replicas) or {READY}", "Maximum of replicas."),
+        Rule(
+            WAITING,
+            f"{waiting} + on (model) {by_model(serving('vllm:num_requests_waiting'))} or {waiting}",
+            "Requests that wait in gateways and engines.",
+        ),
+        Rule(
+            AT_MAXIMUM,
+            "sum by (model) (pagemill_deployment_desired_replicas) >= bool "
+            "sum by (model) (pagemill_deployment_max_replicas)",
+            "1 where no more replicas can be ordered.",
+        ),
         Rule(
             SATURATION,
             f"clamp({_minutes_until_saturation()}, 0, {MAX_FORECAST_MINUTES})",
@@ -137,6 +153,11 @@ def work_rules() -> list[Rule]:
             f"clamp_min(1 - {got} / ({generated} > 0), 0)",
             "Share of the generated tokens that no client of a gateway got.",
         ),
+        Rule(
+            FIRST_TOKEN,
+            f"histogram_quantile(0.95, sum by (model, le) ({rate(f'{FIRST_TOKENS}_bucket', '5m')})) >= 0",
+            "95th percentile of the time to first token that clients of gateways see.",
+        ),
         Rule(COST, f"sum by (model) ({spent})", "Price of all GPUs of the model's pods."),
         Rule(IDLE_COST, f"{COST} * {HEADROOM}", "Price of the headroom."),
         Rule(TOKEN_COST, f"1e6 * {COST} / ({hourly})", "Price of a million tokens served in the last hour."),
@@ -156,6 +177,8 @@ def objective_rule() -> Rule:
 
 
 def slo_rules() -> Iterator[Rule]:
+    counted = f"increase({_requests(('completed', *BURNING))}[1h])"
+    yield Rule(REQUESTS, f"sum by (model) ({counted})", "Requests of the last hour that count for availability.")
     failed = _requests(BURNING)
     ended = _requests(("completed", *BURNING))
     without = _requests(NO_FIRST_TOKEN, 'stream="true"')

@@ -17,7 +17,7 @@ from observability.rules import recording_groups
 
 ROOT = Path(__file__).resolve().parents[2]
 RULES = ROOT / "charts" / "pagemill" / "files" / "rules.yaml"
-RUNBOOK_SECTIONS = ["## Meaning", "## Impact", "## What to look at", "## What to do"]
+RUNBOOK_SECTIONS = ["## Meaning", "## Impact", "## What to look at", "## What to do", "## With pagemill up"]
 
 
 Check = dict[str, Any]
@@ -89,6 +89,20 @@ def test_every_alert_has_a_case_that_fires_and_one_that_does_not() -> None:
     names = {each.name for each in ALERTS}
     assert {case.alert for case in ALERT_CASES if case.fires} == names
     assert {case.alert for case in ALERT_CASES if not case.fires} == names
+
+
+def test_pagemill_up_has_all_alerts_but_those_of_processes_that_it_lacks() -> None:
+    names = [
+        {
+            each["alert"]
+            for group in yaml.safe_load(path.read_text("utf-8"))["groups"]
+            for each in group["rules"]
+            if "alert" in each
+        }
+        for path in (RULES, ROOT / "cli" / "pagemill" / "up" / "files" / "rules.yaml")
+    ]
+    assert names[0] - names[1] == {"PagemillOperatorDown"}
+    assert names[1] < names[0]
 
 
 def test_every_alert_has_a_runbook_with_the_same_sections_and_vice_versa() -> None:

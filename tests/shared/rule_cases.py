@@ -74,7 +74,31 @@ BATCH = READY | {
 PAID = {PRICE: "2x60", GPUS: "4x60"}
 BURN_WINDOWS = ("5m", "30m", "1h", "2h", "6h", "1d", "3d")
 
+QUEUE = f"pagemill_gateway_queue_requests{{{MODEL}}}"
+
 RULE_CASES = [
+    RuleCase(
+        "model:pagemill_waiting_requests:count", READY | {QUEUE: "3x60", f"vllm:num_requests_waiting{OF}": "2x60"}, 5
+    ),
+    RuleCase("model:pagemill_waiting_requests:count", {QUEUE: "3x60"}, 3),
+    RuleCase("model:pagemill_waiting_requests:count", READY, None),
+    RuleCase("model:pagemill_replicas_at_maximum:bool", {DESIRED: "3x60", MAX: "3x60"}, 1),
+    RuleCase("model:pagemill_replicas_at_maximum:bool", {DESIRED: "2x60", MAX: "3x60"}, 0),
+    RuleCase("model:pagemill_replicas_at_maximum:bool", {MAX: "3x60"}, None),
+    RuleCase(
+        "model:pagemill_first_token_p95:seconds",
+        {
+            f'{FIRST}_bucket{{le="1",{MODEL}}}': "0+0x60",
+            WITHIN: "0+60x60",
+            f'{FIRST}_bucket{{le="+Inf",{MODEL}}}': "0+60x60",
+        },
+        2.425,
+    ),
+    RuleCase("model:pagemill_first_token_p95:seconds", {WITHIN: "9x60"}, None),
+    RuleCase(
+        "model:pagemill_requests:increase1h", {FAILED: "0+1x120", ANSWERED: "0+9x120", LEFT: "0+5x120"}, 600, minutes=90
+    ),
+    RuleCase("model:pagemill_requests:increase1h", {LEFT: "0+5x60"}, None),
     RuleCase("model:pagemill_engines_ready:count", READY, 1),
     RuleCase("model:pagemill_engines_ready:count", {}, None),
     RuleCase("model:pagemill_kv_used:replicas", READY | {KV: "0.5x60"}, 0.5),
@@ -140,7 +164,9 @@ RULE_CASES = [
 
 ALERT_CASES = [
     AlertCase("PagemillErrorBudgetBurnsFast", {FAILED: "0+10x60", ANSWERED: "0+90x60"}, True),
-    AlertCase("PagemillErrorBudgetBurnsFast", SLOW_FIRST_TOKENS, True),
+    AlertCase("PagemillErrorBudgetBurnsFast", SLOW_FIRST_TOKENS | {ANSWERED: "0+100x60"}, True),
+    # Of few requests, one failure is no reason to wake anybody up.
+    AlertCase("PagemillErrorBudgetBurnsFast", {FAILED: "0x50 1x10", ANSWERED: "0+0.1x60"}, False),
     # In the short window the incident has ended: a page would come too late.
     AlertCase("PagemillErrorBudgetBurnsFast", {FAILED: "0+10x40 400x60", ANSWERED: "0+90x100"}, False, 90),
     AlertCase("PagemillErrorBudgetBurnsFast", {FAILED: "0+1x60", ANSWERED: "0+99x60"}, False),
@@ -149,8 +175,16 @@ ALERT_CASES = [
     AlertCase("PagemillSaturationSoon", READY | {KV: "0+0.01x90"}, True, 75),
     AlertCase("PagemillSaturationSoon", READY | {KV: "0+0.01x90", MAX: "8x90"}, False, 75),
     AlertCase("PagemillSaturationSoon", FALLING, False),
+    AlertCase("PagemillSaturationSoon", READY | {KV: "0+0.0002x90"}, False, 75),
+    AlertCase("PagemillSaturationSoon", READY | {QUEUE: "0x60 2+2x30"}, True, 75),
     AlertCase("PagemillNoHeadroom", READY | {KV: "0.95x60"}, True),
-    AlertCase("PagemillNoHeadroom", READY | {KV: "0.85x60"}, False),
+    AlertCase("PagemillNoHeadroom", READY | {KV: "0.85x60", QUEUE: "0x60"}, False),
+    # Requests wait; the KV cache in use says little.
+    AlertCase("PagemillNoHeadroom", READY | {KV: "0.4x60", QUEUE: "0x56 32x8"}, True),
+    AlertCase("PagemillNoHeadroom", READY | {KV: "0.4x60", QUEUE: "0x57 5 0 5 0 5"}, False),
+    # Another replica can start; ten minutes are too long for that.
+    AlertCase("PagemillNoHeadroom", READY | {KV: "0.4x60", QUEUE: "0x56 32x8", MAX: "2x60"}, False),
+    AlertCase("PagemillNoHeadroom", READY | {KV: "0.4x60", QUEUE: "0x45 32x20", MAX: "2x60"}, True),
     AlertCase("PagemillNoHeadroom", ASLEEP | {KV: "0.95x60"}, False),
     AlertCase("PagemillRolloutStuck", {DESIRED: "3x60", UPDATED: "2x60"}, True),
     AlertCase("PagemillRolloutStuck", {DESIRED: "3x60", UPDATED: "2x10 3x50"}, False),
