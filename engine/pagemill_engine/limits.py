@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from pagemill_engine.config import CPU_STEP
+from pagemill_engine.kv.split import most_of_first
 from pagemill_protocol.report.cache_kinds import FULL, CacheKind
 from pagemill_protocol.request.pooling import PoolingSpec
 from pagemill_protocol.request.sampling import MAX_ANSWER_VALUES
@@ -39,6 +40,8 @@ class SchedulerLimits:
     """The cache kinds of the model's layers."""
     kind_blocks: tuple[int, ...] = ()
     """Blocks of each kind; none: `num_blocks` of the only one."""
+    shares_memory: bool = False
+    """Whether memory moves between the first and the last kind; `kind_blocks` are then those at the start."""
     serves_adapters: bool = False
     jumps_forward: bool = True
     """Whether tokens that a form leaves no choice about are taken at once instead of sampled."""
@@ -47,7 +50,15 @@ class SchedulerLimits:
     def max_total_tokens(self) -> int:
         """The most tokens that one request can reach. The newest token needs no KV slot: it is sampled but not
         computed."""
-        return min(self.max_model_len, self.num_blocks * self.block_size + 1)
+        return min(self.max_model_len, self.cache_tokens + 1)
+
+    @property
+    def cache_tokens(self) -> int:
+        """The most tokens of one request that the cache holds."""
+        if not self.shares_memory:
+            return self.num_blocks * self.block_size
+        step_tokens, size = self.max_num_batched_tokens, self.block_size
+        return most_of_first(self.kinds, self.blocks_of_kinds, step_tokens, size) * size
 
     @property
     def blocks_of_kinds(self) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from kv_machine import overlapped
 from recurrent_rows import RecurrentRows
 
 from pagemill_engine.executing.base import RunnerInfo
@@ -53,6 +54,7 @@ class CheckingRunner:
         self.recurrent = RecurrentRows(info.block_size)
         """States of the kind behind those of vectors, if the model has one."""
         self.raise_on: Callable[[StepPlan], bool] = lambda plan: False
+        self.raise_early: Callable[[StepPlan], bool] = lambda plan: False
         self.fail_rows: Callable[[StepPlan], dict[str, str]] = lambda plan: {}
 
     def launch(self, plan: StepPlan) -> Handle:
@@ -89,6 +91,8 @@ class CheckingRunner:
         return handle.result
 
     def _run(self, plan: StepPlan) -> StepResult:
+        if self.raise_early(plan):
+            raise DeviceFault("made to fail before anything was copied")
         self._apply(plan)
         if self.raise_on(plan):
             raise DeviceFault("made to fail")
@@ -106,6 +110,7 @@ class CheckingRunner:
                     if slot in writers:
                         raise DeviceFault(f"{name} and {writers[slot]} both write slot {slot}")
                     writers[slot] = name
+                    self._destroy(kind, slot[1] // self.info.block_size)
                     self.slots[slot] = POISON if name in failed else row["digests"][position]
             row["computed"] += count
         sound = {
@@ -144,7 +149,7 @@ class CheckingRunner:
             name: (self.rows[name]["tokens"], self.rows[name]["computed"], count, len(plan.proposals.get(name, [])))
             for name, count in plan.num_scheduled_tokens.items()
         }
-        return self.recurrent.run(steps, failing)
+        return self.recurrent.run(steps, failing, lambda slot, states: self._write(self.num_vectors, slot, states))
 
     def _sampled(self, row: dict[str, Any], digests: list[int], proposed: list[int]) -> tuple[list[int], list[int]]:
         """Return the tokens that follow the prefixes of `digests` as long as they were proposed, and those digests."""
@@ -207,6 +212,37 @@ class CheckingRunner:
         for changes in plan.tables[self.num_vectors :]:
             for name, index, block_id in changes.placed:
                 self.recurrent.place(name, index, block_id)
+        copies = [(kind, *pair) for kind, changes in enumerate(plan.tables) for pair in changes.copies]
+        content = [(kind, copy, self._read(kind, source)) for kind, source, copy in copies]
+        for kind, copy, values in content:
+            self._write(kind, copy, values)
+
+    def _read(self, kind: int, block_id: int) -> Any:
+        if kind == self.num_vectors:
+            return self.recurrent.slots.get(block_id, "nothing")
+        size = self.info.block_size
+        return [self.slots.get((kind, block_id * size + offset)) for offset in range(size)]
+
+    def _write(self, kind: int, block_id: int, values: Any) -> None:
+        self._destroy(kind, block_id)
+        if kind == self.num_vectors:
+            self.recurrent.slots[block_id] = values
+            return
+        for offset, value in enumerate(values):
+            if value is not None:
+                self.slots[kind, block_id * self.info.block_size + offset] = value
+
+    def _destroy(self, kind: int, block_id: int) -> None:
+        """Destroy what the other kind has in the bytes of a block, if they share memory."""
+        if not self.info.shares_memory:
+            return
+        size = self.info.block_size
+        for other_kind, other in overlapped(self.info.kinds, self.info.blocks_of_kinds, kind, block_id):
+            if other_kind == self.num_vectors:
+                self.recurrent.slots.pop(other, None)
+            else:
+                for offset in range(size):
+                    self.slots.pop((other_kind, other * size + offset), None)
 
     def _change(self, kind: int, changes: TableChanges) -> None:
         for name, block_ids in changes.appended.items():
@@ -216,15 +252,6 @@ class CheckingRunner:
         for name, first, end in changes.dropped:
             if name in self.rows:
                 self.rows[name]["blocks"][kind][first:end] = [None] * (end - first)
-        size = self.info.block_size
-        content = {
-            copy: [self.slots.get((kind, source * size + offset)) for offset in range(size)]
-            for source, copy in changes.copies
-        }
-        for copy, values in content.items():
-            for offset, value in enumerate(values):
-                if value is not None:
-                    self.slots[kind, copy * size + offset] = value
 
     def _logprobs(self, read: int, token_id: int, num_top: int) -> TokenLogprobs:
         """Return a distribution that depends on the prefix alone."""
@@ -273,13 +300,17 @@ def checking_runner() -> Callable[..., CheckingRunner]:
         windows: tuple[int | None, ...] = (None,),
         num_states: int = 0,
         stages: int = 1,
+        state_bytes: int = 0,
     ) -> CheckingRunner:
+        """`state_bytes`: of a state that shares memory with the first kind, whose blocks have 1,024."""
         info = RunnerInfo(num_blocks, block_size, max_model_len, vocab_size, "weights", "kv", 0, 0, "none")
         kinds = tuple(FULL if window is None else CacheKind(f"window-{window}", window) for window in windows)
         kinds = tuple(msgspec.structs.replace(kind, block_bytes=1024) for kind in kinds)
         counts = (num_blocks,) * len(kinds)
         if num_states:
-            kinds, counts = (*kinds, CacheKind("state", state=True, block_bytes=1024)), (*counts, num_states)
-        return CheckingRunner(info._replace(kinds=kinds, kind_blocks=counts, stages=stages))
+            state = CacheKind("state", state=True, block_bytes=state_bytes or 1024)
+            kinds, counts = (*kinds, state), (*counts, num_states)
+        shares = state_bytes > 0
+        return CheckingRunner(info._replace(kinds=kinds, kind_blocks=counts, stages=stages, shares_memory=shares))
 
     return make

@@ -10,13 +10,14 @@ import pytest
 from kv_machine import walk
 
 from pagemill_engine.kv import manager
-from pagemill_engine.kv.block_pool import KVCacheError
+from pagemill_engine.kv.block_pool import BlockPool, KVCacheError
 from pagemill_engine.kv.manager import CacheManager
+from pagemill_engine.kv.split import Moves, MovingSplit
 from pagemill_engine.kv.states import States
 from pagemill_engine.kv.tables import BlockTable, Fold, Match, StateTable
 from pagemill_protocol.report.cache_kinds import CacheKind, first_needed, longest_match
 
-real_fold = States.fold
+real_fold, real_take_moves = States.fold, MovingSplit.take_moves
 real_start, real_allocate, real_commit = CacheManager.start, CacheManager.allocate, CacheManager.commit
 
 
@@ -180,6 +181,46 @@ def _let_a_state_go_unreferenced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(States, "start", start)
 
 
+def _tell_one_of_the_holders_of_a_moved_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    def take_moves(self: MovingSplit, tables: Any) -> list[Moves]:
+        found = []
+        for placed, copies in real_take_moves(self, tables):
+            first = {block_id: (name, index, block_id) for name, index, block_id in reversed(placed)}
+            found.append(Moves(list(first.values()), copies))
+        return found
+
+    monkeypatch.setattr(MovingSplit, "take_moves", take_moves)
+
+
+def _move_blocks_without_their_content(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        MovingSplit,
+        "take_moves",
+        lambda self, tables: [Moves(placed, []) for placed, _ in real_take_moves(self, tables)],
+    )
+
+
+def _give_a_kind_memory_that_another_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    real_take = MovingSplit._take
+
+    def take(self: MovingSplit, own: int, other: int, count: int, kept: int) -> bool:
+        self._unused += 1
+        return real_take(self, own, other, count, kept)
+
+    monkeypatch.setattr(MovingSplit, "_take", take)
+
+
+def _move_blocks_that_the_plan_has_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BlockPool, "can_give_back", lambda self, num_blocks: num_blocks < self.num_blocks)
+
+
+def _change_the_border_where_too_little_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    real_take = MovingSplit._take
+    monkeypatch.setattr(
+        MovingSplit, "_take", lambda self, own, other, count, kept: real_take(self, own, other, count, 0)
+    )
+
+
 def walk_often() -> None:
     for seed in range(60):
         walk(seed)
@@ -211,6 +252,11 @@ def test_without_a_fault_the_same_walks_find_nothing() -> None:
         _keep_the_log_of_a_row_that_left,
         _resume_a_fork_inside_a_block,
         _let_a_state_go_unreferenced,
+        _tell_one_of_the_holders_of_a_moved_block,
+        _move_blocks_without_their_content,
+        _give_a_kind_memory_that_another_has,
+        _move_blocks_that_the_plan_has_allocated,
+        _change_the_border_where_too_little_is_free,
     ],
 )
 def test_a_planted_fault_is_found(plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:

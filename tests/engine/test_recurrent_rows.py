@@ -20,6 +20,7 @@ from pagemill_engine.config import EngineConfig
 from pagemill_engine.kv.states import States
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.scheduler.proposals import Proposals
+from pagemill_engine.scheduler.step import StepPlan
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_protocol.request.sampling import SamplingParams
@@ -67,19 +68,24 @@ def run(
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("num_states", [2, 4, 40])
-def test_answers_are_those_of_an_engine_without_states(checking_runner: Make, overlap: bool, num_states: int) -> None:
-    """Beams, choices, reports, priorities, preemptions and prefix hits, down to a budget of two sequences."""
-    num_checked = 0
-    for number in range(40):
+@pytest.mark.parametrize(("num_states", "state_bytes"), [(2, 0), (4, 0), (40, 0), (3, 5000), (9, 300)])
+def test_answers_are_those_of_an_engine_without_states(
+    checking_runner: Make, overlap: bool, num_states: int, state_bytes: int
+) -> None:
+    """Beams, choices, reports, priorities, preemptions and prefix hits, down to a budget of two sequences, with memory
+    that stays with its kind or moves."""
+    num_checked = num_moved = 0
+    for number in range(16 if state_bytes else 40):
         plain, _ = run(checking_runner, number, overlap, 0)
-        found, runner = run(checking_runner, number, overlap, num_states)
+        found, runner = run(checking_runner, number, overlap, num_states, state_bytes=state_bytes)
         refused = {name for name, choice in found if choice < 0}  # searches with more beams than states
         answers = {key: tokens for key, tokens in plain.items() if key[0] not in refused}
         assert {key: found[key] for key in answers} == answers, f"workload {number} has other tokens"
-        assert num_states < 8 or len(answers) == len(plain)
+        assert num_states < 8 or state_bytes or len(answers) == len(plain)
         num_checked += runner.recurrent.num_checked
-    assert num_checked > 2000
+        num_moved += sum(len(changes.copies) for plan in runner.plans for changes in plan.tables[1:])
+    assert num_checked > 800
+    assert (num_moved > 0) == (state_bytes > 0), "states are copied only where memory moves"
 
 
 @pytest.mark.parametrize("windows", [(None, 9), (5,), ()], ids=str)
@@ -105,11 +111,41 @@ def test_proposed_tokens_are_in_no_state(checking_runner: Make, overlap: bool) -
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_failed_rows_and_steps_spoil_no_state(checking_runner: Make, overlap: bool) -> None:
+def test_nothing_is_read_that_a_failed_step_did_not_move(checking_runner: Make, overlap: bool) -> None:
+    num_failed = 0
+    for number in range(12):
+        plain, _ = run(checking_runner, number, overlap, 0)
+        draw = random.Random(number)
+        runner = checking_runner(draw.randint(16, 40), BLOCK_SIZE, MAX_MODEL_LEN, 11, num_states=4, state_bytes=2000)
+        core = EngineCore(a_config(draw, overlap), runner, clock=lambda: 0.0)
+        moving: list[int] = []
+
+        def fails(plan: StepPlan, moving: list[int] = moving) -> bool:
+            if moving or not plan.tables[1].copies or len(plan.num_scheduled_tokens) == 1:
+                return False
+            moving.append(plan.step)
+            return True
+
+        runner.raise_early = fails
+        found = serve(core, workload(number), draw.randint(1, 9))
+        num_failed += len(moving)
+        for (name, choice), tokens in found.items():
+            if choice >= 0:
+                assert tokens == plain[name, choice], f"workload {number}: {name} has other tokens"
+    assert num_failed > 3
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("state_bytes", [0, 2000])
+def test_failed_rows_and_steps_spoil_no_state(checking_runner: Make, overlap: bool, state_bytes: int) -> None:
     for number in range(30):
         plain, _ = run(checking_runner, number, overlap, 0)
         draw = random.Random(number)
-        runner = checking_runner(draw.randint(16, 40), BLOCK_SIZE, MAX_MODEL_LEN, 11, num_states=8)
+        num_states = 4 if state_bytes else 8
+        num_blocks = draw.randint(16, 40)
+        runner = checking_runner(
+            num_blocks, BLOCK_SIZE, MAX_MODEL_LEN, 11, num_states=num_states, state_bytes=state_bytes
+        )
         core = EngineCore(a_config(draw, overlap), runner, clock=lambda: 0.0)
         if number % 2:
             runner.fail_rows = lambda plan: {
@@ -206,7 +242,9 @@ def test_a_planted_fault_is_seen_by_the_device(
         monkeypatch.setattr(States, "lacks_own", lambda self, own: not own.folds)
     else:
         monkeypatch.setattr(RecurrentRows, "withdraw", lambda self, name, num: withdraw(self, name, max(0, num - 1)))
-    holds: Callable[[], None] = partial(test_answers_are_those_of_an_engine_without_states, checking_runner, False, 4)
+    holds: Callable[[], None] = partial(
+        test_answers_are_those_of_an_engine_without_states, checking_runner, False, 4, 0
+    )
     if fault == "not released":
         holds = partial(test_proposed_tokens_are_in_no_state, checking_runner, False)
     with pytest.raises((AssertionError, RecurrentFault, RuntimeError)):

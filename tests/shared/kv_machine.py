@@ -3,21 +3,25 @@
 A simulated device stores digests of prefixes in the slots of each cache kind. In every step, each row must read, in its
 own slots, what its kinds' windows show of its own prefix, so that a leaked, doubly used, wrongly shared or too early
 freed block is detected even if the counters agree. A slot of states has the digest of a whole prefix, and each row a
-log of the tokens since. Up to two steps are in flight: the device has run them, but they were not read, so their tokens
-are not known.
+log of the tokens since. Where memory moves between kinds, writing a block destroys what the other kind had in its
+bytes, and the device's tables follow only what plans say. Up to two steps are in flight: the device has run them, but
+they were not read, so their tokens are not known.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import msgspec
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
 from pagemill_engine.kv.integrity import check_integrity
 from pagemill_engine.kv.manager import CacheManager
+from pagemill_engine.kv.split import end_of_ids
 from pagemill_protocol.report.cache_kinds import FULL, CacheKind
 
 BLOCK_SIZE = 4
@@ -68,6 +72,11 @@ class Row:
     """Tokens behind the last one in its log."""
     placed: list[tuple[int, int]] = field(default_factory=list)
     """States that the step being planned writes: index and slot."""
+    tables: list[list[int | None]] = field(default_factory=list)
+    """Of each kind of vectors, the ids of blocks as the device knows them."""
+    is_known: bool = False
+    """Whether the device, or the step being planned, has the row."""
+    allocation: Any = ()
 
     @property
     def num_tokens(self) -> int:
@@ -89,14 +98,23 @@ class KVMachine(RuleBasedStateMachine):
         num_blocks=st.integers(3, 12),
         windows=st.sampled_from(MIXES),
         caching=st.booleans(),
+        sizes=st.sampled_from([(), (2, 2), (1, 5), (7, 2)]),
     )
-    def make(self, num_blocks: int, windows: tuple[Rule, ...], caching: bool) -> None:
+    def make(self, num_blocks: int, windows: tuple[Rule, ...], caching: bool, sizes: tuple[int, ...] = ()) -> None:
+        """`sizes`: bytes of a block of the first and the last kind, between which memory moves; none: it does not."""
         self.kinds = [kind_of(window) for window in windows]
+        self.moves = len(sizes) > 0 and len(windows) > 1
+        if self.moves:
+            for number, size in zip((0, -1), sizes, strict=True):
+                self.kinds[number] = msgspec.structs.replace(self.kinds[number], block_bytes=size)
         self.num_vectors = len(self.kinds) - self.kinds[-1].state
         counts = [num_blocks] * len(windows)
-        self.kv = CacheManager(counts, BLOCK_SIZE, kinds=self.kinds, enable_prefix_caching=caching)
+        self.kv = CacheManager(
+            counts, BLOCK_SIZE, kinds=self.kinds, enable_prefix_caching=caching, shares_memory=self.moves
+        )
+        self.counts = counts
         self.slots: list[dict[int, int]] = [{} for _ in range(self.num_vectors)]
-        self.states: dict[int, int] = {}
+        self.states: dict[int, int | None] = {}
         self.copies: dict[str, list[tuple[int, int, int]]] = {}
         self.num_rows = 0
         self.alive: list[Row] = []
@@ -142,6 +160,14 @@ class KVMachine(RuleBasedStateMachine):
 
     def _open(self, row: Row, num_tokens: int, allocation: Any) -> None:
         row.open_tokens = num_tokens
+        row.allocation = allocation
+        if not row.is_known:
+            held = self.kv.held_blocks(row)
+            row.tables = [[None] * first + ids for first, ids in held[: self.num_vectors]]
+            row.is_known, row.allocation = True, ()
+            if row.boundary:
+                first, ids = held[-1]
+                row.slot = ids[row.boundary - 1 - first]
         row.placed = [entry for part in allocation for entry in part.placed]
         copies = [(kind, *part.replaced[1:]) for kind, part in enumerate(allocation) if part.replaced is not None]
         if copies:
@@ -155,7 +181,7 @@ class KVMachine(RuleBasedStateMachine):
         """
         if len(self.flights) == 2:
             return
-        copies = [each for found in self.copies.values() for each in found]
+        copies = [each for found in self.copies.values() for each in found] + self._move()
         content = [(kind, copy, self._read(kind, source)) for kind, source, copy in copies]
         for kind, copy, values in content:
             self._write(kind, copy, values)
@@ -169,6 +195,7 @@ class KVMachine(RuleBasedStateMachine):
                     slot = self._slot(kind, row, position)
                     assert (kind, slot) not in written, "two rows wrote one slot"
                     written.add((kind, slot))
+                    self._destroy(kind, slot // BLOCK_SIZE)
                     slots[slot] = wanted[position]
         if self.num_vectors < len(self.kinds):
             self._fold(flight)
@@ -198,6 +225,41 @@ class KVMachine(RuleBasedStateMachine):
             row.coming.append(digests(row.token_ids + row.coming)[-1] % 2)
             row.num_pending_tokens += 1
         self.flights.append((flight, sampling))
+
+    def _move(self) -> list[tuple[int, int, int]]:
+        """Change the device's tables as the step's plan says, and return the copies of moved blocks."""
+        for row in self.alive:
+            for table, part in zip(row.tables, row.allocation, strict=False):
+                table += part.new_block_ids
+                if part.replaced is not None:
+                    table[part.replaced[0]] = part.replaced[2]
+            row.allocation = ()
+        moves = self.kv.take_moves()
+        by_id = {row.request_id: row for row in self.alive if row.is_known}
+        for kind, moved in enumerate(moves):
+            for name, index, block_id in moved.placed:
+                row = by_id.get(name)
+                if row is None:
+                    continue
+                if kind < self.num_vectors:
+                    row.tables[kind][index] = block_id
+                elif index == row.boundary - 1:
+                    row.slot = block_id
+        for row in by_id.values():
+            for table, (first, ids) in zip(row.tables, self.kv.held_blocks(row), strict=False):
+                assert table[first:] == ids, "the device has another table"
+        return [(kind, *pair) for kind, moved in enumerate(moves) for pair in moved.copies]
+
+    def _destroy(self, kind: int, block_id: int) -> None:
+        """Destroy what the other kind has in a block's bytes."""
+        if not self.moves:
+            return
+        for other_kind, other in overlapped(self.kinds, self.counts, kind, block_id):
+            if other_kind == self.num_vectors:
+                self.states.pop(other, None)
+            else:
+                for offset in range(BLOCK_SIZE):
+                    self.slots[other_kind].pop(other * BLOCK_SIZE + offset, None)
 
     @rule()
     def read_step(self) -> None:
@@ -290,7 +352,11 @@ class KVMachine(RuleBasedStateMachine):
         assert all(each.num_active == 0 for each in self.kv.usage()), "a block was leaked"
 
     def _begin(self, row: Row) -> Row:
-        self.kv.start(row, self.kv.match(row), (len(row.token_ids) // 2,))
+        match = self.kv.match(row)
+        needs = self.kv.needs_to_start(row, match, len(row.token_ids))
+        reserved = [(len(self.alive) + number) % 3 for number in range(len(self.kinds))]
+        self.kv.has_room(needs, reserved, len(self.alive) or None)
+        self.kv.start(row, match, (len(row.token_ids) // 2,))
         assert row.num_computed_tokens < len(row.token_ids)
         self._admit(row)
         self.alive.append(row)
@@ -301,6 +367,7 @@ class KVMachine(RuleBasedStateMachine):
         first, ids = self.kv.held_blocks(row)[-1] if self.num_vectors < len(self.kinds) else (0, [])
         row.boundary, row.slot = (first + 1, ids[0]) if ids else (0, -1)
         row.log_end = BLOCK_SIZE * row.boundary
+        row.tables, row.allocation, row.is_known = [], (), False
 
     def _fold(self, flight: dict[Row, int]) -> None:
         """Read the states of all rows, then write those that the step completes."""
@@ -325,6 +392,8 @@ class KVMachine(RuleBasedStateMachine):
                 row.boundary, row.slot = row.placed[-1][0] + 1, row.placed[-1][1]
             row.placed = []
             assert row.boundary == (row.log_end - len(row.proposed)) // BLOCK_SIZE, "a state is due"
+        for slot in writes:
+            self._destroy(len(self.kinds) - 1, slot)
         self.states |= writes
 
     def _drop(self, row: Row) -> None:
@@ -332,6 +401,7 @@ class KVMachine(RuleBasedStateMachine):
         self.copies.pop(row.request_id, None)
         row.open_tokens = row.num_pending_tokens = 0
         row.placed, row.proposed = [], []
+        row.tables, row.allocation, row.is_known = [], (), False
         self.accepted.pop(row, None)
         row.has_run = False
         row.coming.clear()
@@ -351,19 +421,49 @@ class KVMachine(RuleBasedStateMachine):
         return block_ids[index] * BLOCK_SIZE + position % BLOCK_SIZE
 
     def _read(self, kind: int, block_id: int) -> list[int | None]:
+        if kind == self.num_vectors:
+            return [self.states.get(block_id)]
         return [self.slots[kind].get(block_id * BLOCK_SIZE + offset) for offset in range(BLOCK_SIZE)]
 
     def _write(self, kind: int, block_id: int, values: list[int | None]) -> None:
+        self._destroy(kind, block_id)
+        if kind == self.num_vectors:
+            (self.states[block_id],) = values
+            return
         for offset, value in enumerate(values):
             if value is not None:
                 self.slots[kind][block_id * BLOCK_SIZE + offset] = value
+
+
+def overlapped(
+    kinds: Sequence[CacheKind], counts: Sequence[int], kind: int, block_id: int
+) -> Iterator[tuple[int, int]]:
+    """Yield the blocks (kind, id) of the other kind whose bytes a block has, if its kind shares memory.
+
+    `counts`: blocks of the kinds at the start. Blocks of the first kind count from the low end of the memory, those of
+    the last one end at its high end.
+    """
+    last = len(kinds) - 1
+    if kind not in (0, last):
+        return
+    low, high = kinds[0].block_bytes, kinds[-1].block_bytes
+    total, end_id = counts[0] * low + counts[-1] * high, end_of_ids(kinds, counts)
+    if kind == 0:
+        start, end = block_id * low, (block_id + 1) * low
+        others = range(end_id - -(-(total - start) // high), end_id - (total - end) // high)
+    else:
+        end = total - (end_id - 1 - block_id) * high
+        others = range((end - high) // low, -(-end // low))
+    for other in others:
+        yield last - kind, other
 
 
 def walk(seed: int, num_steps: int = 250) -> None:
     """Take random steps that are likely to share, fill and overlap; the state machine searches more evenly."""
     draw = random.Random(seed)
     machine = KVMachine()
-    machine.make(num_blocks=draw.randint(4, 16), windows=draw.choice(MIXES), caching=draw.random() < 0.9)
+    sizes = random.Random(seed).choice([(), (2, 2), (1, 5), (7, 2)])
+    machine.make(num_blocks=draw.randint(4, 16), windows=draw.choice(MIXES), caching=draw.random() < 0.9, sizes=sizes)
     shared = [draw.randint(0, 1) for _ in range(24)]
     for _ in range(num_steps):
         row = draw.choice(machine.alive) if machine.alive else None

@@ -6,6 +6,7 @@ row's state and log, and compared with the same recurrence taken token by token 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -71,10 +72,20 @@ class RecurrentRows:
         self.rows[name] = {"boundary": boundary, "slot": slot, "log": [], "writes": writes}
 
     def place(self, name: str, index: int, slot: int) -> None:
-        self.rows[name]["writes"].append((index, slot))
+        """Note a state that the row writes, or where the one that it reads was moved."""
+        row = self.rows[name]
+        if index >= row["boundary"]:
+            row["writes"].append((index, slot))
+        elif index == row["boundary"] - 1:
+            row["slot"] = slot
 
-    def run(self, steps: dict[str, tuple[list[int], int, int, int]], failing: set[str]) -> set[str]:
-        """Compute a step of all rows; return those that read what a failed row wrote.
+    def run(
+        self,
+        steps: dict[str, tuple[list[int], int, int, int]],
+        failing: set[str],
+        write: Callable[[int, States | None], None],
+    ) -> set[str]:
+        """Compute a step of all rows; return those that read what a failed row wrote. `write`: stores a state.
 
         `steps`: by row its token ids, how many are computed, how many the step computes, and how many of these are only
         proposed.
@@ -113,7 +124,8 @@ class RecurrentRows:
                 row["boundary"], row["writes"] = last + 1, []
             if row["boundary"] != known // self.block_size:
                 raise RecurrentFault(f"{name} has its state behind {row['boundary']} blocks and {known} tokens")
-        self.slots |= results
+        for slot, states in results.items():
+            write(slot, states)
         return spoiled
 
     def withdraw(self, name: str, num_tokens: int) -> None:

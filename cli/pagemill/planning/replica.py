@@ -179,7 +179,8 @@ def _on_cpu(
     memory = plan_memory(config, spec, sizes, _pod_memory(memory_bytes) if memory_bytes else measure_memory(), ranks)
     device = "CPU with resources.memory" if memory_bytes else "CPU with the memory of this machine"
     cache = _divided(config, spec, memory.num_blocks)
-    replica = _replica(config, spec, sizes, memory, fit, device, fit_from, cache)
+    shares_memory = not ranks and config.speculative.source is None
+    replica = _replica(config, spec, sizes, memory, fit, device, fit_from, cache, shares_memory=shares_memory)
     return _holding(replica, cache, length)._replace(ranks=tuple(ranks), ranks_of_stage=config.tensor_parallel_size)
 
 
@@ -208,14 +209,16 @@ def _replica(
     device: str,
     fit_from: str,
     cache: CacheBlocks,
+    *,
+    shares_memory: bool = False,
 ) -> PlannedReplica:
-    """Return the replica. `cache`: limits the tokens of one request."""
+    """Return the replica. `cache`: limits the tokens of one request. `shares_memory`: as on CPUs."""
     from pagemill_engine.sizing.kv_sizes import max_model_len_for
 
     shape = Shape(memory.num_blocks, config.block_size, *config.step, fit)
     return PlannedReplica(
         shape=shape,
-        max_model_len=max_model_len_for(config, spec, cache),
+        max_model_len=max_model_len_for(config, spec, cache, shares_memory=shares_memory),
         weight_bytes=sizes.weight_bytes,
         kv_bytes_per_token=sizes.kv_bytes_per_token,
         budget=memory.budget,

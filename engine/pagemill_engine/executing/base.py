@@ -69,6 +69,8 @@ class RunnerInfo(NamedTuple):
     """The cache kinds of the model's layers."""
     kind_blocks: tuple[int, ...] = ()
     """Blocks of each kind; none: `num_blocks` of the only one."""
+    shares_memory: bool = False
+    """Whether the blocks of the first and the last kind are in one arena, in which memory can move between them."""
 
     @property
     def blocks_of_kinds(self) -> tuple[int, ...]:

@@ -102,8 +102,13 @@ class EagerRunner:
             if self._adapters is not None:
                 self._adapters.admit(row, admitted.adapter_digest)
         self._rows.update_blocks(plan)
-        for own, changes in zip(self.kv_cache.of_kinds, plan.tables, strict=False):
-            own.copy_blocks(changes.copies)
+        copied = [
+            (own, changes.copies, own.contents([source for source, _ in changes.copies]))
+            for own, changes in zip(self.kv_cache.of_kinds, plan.tables, strict=False)
+            if changes.copies
+        ]  # all that is copied is read before any of it is written: kinds may share memory
+        for own, copies, contents in copied:
+            own.fill([copy for _, copy in copies], contents)
         if self._drafter is not None and plan.tables:
             self._drafter.copy_blocks(plan.tables[0].copies)
 

@@ -14,6 +14,7 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from pagemill_engine.kv.split import end_of_ids
 from pagemill_engine.sizing.kv_sizes import too_large
 from pagemill_engine.sizing.memory import memory_limit
 from pagemill_kernels import arrays
@@ -28,31 +29,35 @@ class KindBlocks:
     """The blocks of one cache kind, in one array over all of its layers.
 
     All layers of a block are adjacent, so a layer's blocks are a stride apart. Memory is touched in pages of up to
-    2 MiB: the first block costs one such page, not one in every layer. The block after the last one is the padding
+    2 MiB: the first block costs one such page, not one in every layer. The last block of the array is the padding
     block, which is read and stays zero.
     """
 
-    def __init__(self, num_blocks: int, shapes: Sequence[tuple[int, int, int]], kind: KVType) -> None:
-        """Allocate the blocks. `shapes`: of a block in each layer."""
-        self.num_blocks = num_blocks
-        self._kind = kind
+    def __init__(self, pool: Array, shapes: Sequence[tuple[int, int, int]], kind: KVType) -> None:
+        """`pool`: [blocks, values of a block]. `shapes`: of a block in each layer."""
+        self._pool, self._kind = pool, kind
+        self.padding_block = len(pool) - 1
         ends = list(accumulate(map(math.prod, shapes), initial=0))
-        pool = _lazy_zeros((num_blocks + 1, ends[-1]), kinds.NUMPY_TYPES[kind])
         places = zip(ends, ends[1:], shapes, strict=False)
         self.layers = [pool[:, start:end].reshape(len(pool), *shape) for start, end, shape in places]
         """Of each layer: views of the same array."""
 
     @property
-    def padding_block(self) -> int:
-        return self.num_blocks
+    def num_blocks(self) -> int:
+        return self.padding_block
 
-    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy blocks by (source, destination) pairs. Every source is read before any destination is written."""
-        if not copies:
-            return
-        sources, destinations = np.array(copies, dtype=np.int64).T
-        for cache in self.layers:
-            cache[destinations] = cache[sources]
+        if copies:
+            self.fill([copy for _, copy in copies], self.contents([source for source, _ in copies]))
+
+    def contents(self, block_ids: Sequence[int]) -> Array:
+        """Return a copy of blocks."""
+        copied: Array = self._pool[list(block_ids)]
+        return copied
+
+    def fill(self, block_ids: Sequence[int], contents: Array) -> None:
+        self._pool[list(block_ids)] = contents
 
     def scrub(self, block_ids: NDArray[np.int64]) -> None:
         """Replace non-finite values by 0, so that padding cannot read a failed request's values."""
@@ -75,13 +80,17 @@ class KVCache:
         block_size: int,
         kind: KVType,
         cache_kinds: Sequence[CacheKind] = (FULL,),
+        *,
+        shares_memory: bool = False,
     ) -> None:
-        """Allocate the blocks of each of `cache_kinds`."""
+        """Allocate the blocks of each of `cache_kinds`. `shares_memory`: whether memory may move between the first and
+        the last of them; each then has blocks for all of it."""
         self.cache_kinds = cache_kinds
         self._counts = [num_blocks] if isinstance(num_blocks, int) else list(num_blocks)
         shapes = spec.cache_shapes
         all_layers = () if any(each.layers for each in cache_kinds) else tuple(range(len(shapes)))
         self._layers_of = [each.layers or all_layers for each in cache_kinds]
+        self._shares_memory = shares_memory and len(cache_kinds) > 1
         self._block_size = block_size
         self._kind = kind
         self._shapes = [(heads, block_size, kinds.token_width(kind, size)) for heads, size in shapes]
@@ -98,11 +107,15 @@ class KVCache:
         """Allocate all blocks, filled with zeros. Raises `LoadError` if the memory is too small."""
         if self.num_bytes > memory_limit():
             raise too_large(max(self._counts), self._block_size, self.num_bytes)
+        shapes = [[self._shapes[layer] for layer in layers] for layers in self._layers_of]
+        widths = [sum(map(math.prod, own)) for own in shapes]
         try:
-            self.of_kinds = [
-                KindBlocks(count, [self._shapes[layer] for layer in layers], self._kind)
-                for count, layers in zip(self._counts, self._layers_of, strict=True)
+            pools = [
+                _lazy_zeros((count + 1, width), self._dtype) for count, width in zip(self._counts, widths, strict=True)
             ]
+            if self._shares_memory:
+                pools[0], pools[-1] = self._shared(widths[0], widths[-1])
+            self.of_kinds = [KindBlocks(pool, own, self._kind) for pool, own in zip(pools, shapes, strict=True)]
         except MemoryError as error:
             raise too_large(max(self._counts), self._block_size, self.num_bytes) from error
         found = {
@@ -111,6 +124,20 @@ class KVCache:
             for layer, blocks in zip(layers, own.layers, strict=True)
         }
         self.layers = [found[layer] for layer in range(len(self._shapes))]
+
+    def _shared(self, low: int, high: int) -> tuple[Array, Array]:
+        """Return the blocks of the first and the last kind, of `low` and `high` values, in one arena (`kv.split`).
+        Their padding blocks are behind it."""
+        size = self._counts[0] * low + self._counts[-1] * high
+        end = end_of_ids(self.cache_kinds, self._counts)
+        padding = -(-(size + high) // low)
+        arena = _lazy_zeros(((padding + 1) * low,), self._dtype)
+        start = size - end * high
+        return arena.reshape(-1, low), arena[start : size + high].reshape(end + 1, high)
+
+    @property
+    def _dtype(self) -> type[np.generic]:
+        return kinds.NUMPY_TYPES[self._kind]
 
     def release(self) -> None:
         """Return all of its memory to the machine."""

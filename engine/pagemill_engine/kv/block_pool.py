@@ -1,14 +1,15 @@
 """The pool of KV blocks: reference counts, and the order in which free blocks are taken.
 
-A fixed set of block objects is created once; no step allocates a Python object for a block. Free blocks form an
-intrusive doubly linked list: blocks without reusable content come first, then cached ones that a window has passed and
-no other request has hit, then the other cached ones, least recently used first.
+Block objects are created once, and where memory moves between kinds (`kv.split`); no step allocates a Python object for
+a block. Free blocks form an intrusive doubly linked list: blocks without reusable content come first, then cached ones
+that a window has passed and no other request has hit, then the other cached ones, least recently used first.
 Requests are `kv.manager`'s part, hashes those of `kv.prefix_cache`, which is notified of evictions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 
 
 class KVCacheError(RuntimeError):
@@ -18,7 +19,7 @@ class KVCacheError(RuntimeError):
 class Block:
     """One KV block: `block_size` slots in every layer."""
 
-    __slots__ = ("block_hash", "block_id", "next", "prefix_chunk_end", "prev", "ref_count", "was_shared")
+    __slots__ = ("block_hash", "block_id", "last_used", "next", "prefix_chunk_end", "prev", "ref_count", "was_shared")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
@@ -29,6 +30,8 @@ class Block:
         """Whether it is the last block of a prefix chunk (see `kv.prefix_cache`)."""
         self.was_shared = False
         """Whether another request has used its content."""
+        self.last_used = 0
+        """Number of the plan in which it was allocated or released; 0: a window has passed it."""
         self.prev: Block | None = None
         self.next: Block | None = None
         """Next and previous block in the free list; both `None` while the block is in use."""
@@ -92,19 +95,32 @@ class FreeList:
         self._size += 1
 
 
-class BlockPool:
-    """All blocks of one device, allocated by reference count."""
+NEVER_USED = 1 << 60
 
-    def __init__(self, num_blocks: int, on_evict: Callable[[Block], None]) -> None:
+
+class BlockPool:
+    """All blocks of one kind, allocated by reference count."""
+
+    def __init__(self, num_blocks: int, on_evict: Callable[[Block], None], end: int | None = None) -> None:
+        """Create free blocks. Their ids rise from 0, or fall from before `end`."""
         if num_blocks < 1:
             raise KVCacheError(f"a KV cache needs at least one block, got {num_blocks}")
-        self.blocks = [Block(block_id) for block_id in range(num_blocks)]
+        self._end = end
+        self.blocks = [Block(self.id_at(place)) for place in range(num_blocks)]
+        """In the order in which memory was given to the pool: the last one is given back first."""
         self.free_list = FreeList()
         self.num_evictable = 0
         """Number of free blocks whose content is in the prefix cache."""
+        self.now = 1
+        """Number of the plan that is being made."""
+        self.moved: dict[Block, int] = {}
+        """Blocks that have other ids than in the plan before, with those ids: the next plan has to copy them."""
         self._on_evict = on_evict
         for block in self.blocks:
             self.free_list.append_before_border(block)
+
+    def id_at(self, place: int) -> int:
+        return place if self._end is None else self._end - 1 - place
 
     @property
     def num_blocks(self) -> int:
@@ -131,7 +147,11 @@ class BlockPool:
                 self._on_evict(block)
             block.ref_count = 1
             block.was_shared = False
+            block.last_used = self.now
             taken.append(block)
+        if self.moved:
+            for block in taken:
+                self.moved.pop(block, None)
         return taken
 
     def share(self, blocks: Iterable[Block]) -> None:
@@ -152,6 +172,7 @@ class BlockPool:
             block.ref_count -= 1
             if block.ref_count > 0:
                 continue
+            block.last_used = self.now
             if block.block_hash is None:
                 self.free_list.append_left(block)
                 continue
@@ -167,7 +188,7 @@ class BlockPool:
         """
         for block in blocks:
             if block.ref_count == 1 and block.block_hash is not None and not block.was_shared:
-                block.ref_count = 0
+                block.ref_count = block.last_used = 0
                 self.free_list.append_before_border(block)
                 self.num_evictable += 1
             else:
@@ -180,3 +201,54 @@ class BlockPool:
         self.free_list.remove(block)
         self.free_list.append_left(block)
         self.num_evictable -= 1
+
+    # -- memory that moves between kinds ------------------------------------------------------------------------------
+
+    def touch(self, blocks: Iterable[Block]) -> None:
+        """Let free cached blocks be evicted after all others."""
+        for block in blocks:
+            if block.ref_count == 0:
+                self.free_list.remove(block)
+                self.free_list.append(block)
+                block.last_used = self.now
+
+    def age_of(self, number: int) -> int:
+        """Return for how many plans the last of the next `number` blocks to be taken was not used: more than ever if it
+        has no content or a window has passed it, -1 if not so many are free."""
+        if number > self.num_free:
+            return -1
+        block = next(islice(self.free_list, number - 1, None))
+        return self.now - block.last_used if block.block_hash is not None and block.last_used else NEVER_USED
+
+    def can_give_back(self, num_blocks: int) -> bool:
+        """Whether the last `num_blocks` blocks can be moved: not those that the plan being made has allocated."""
+        if num_blocks >= len(self.blocks):
+            return False
+        last = self.blocks[len(self.blocks) - num_blocks :]
+        return not any(block.ref_count and block.last_used == self.now for block in last)
+
+    def resize(self, num_blocks: int) -> None:
+        """Add blocks behind the last one, or give back as many of the last ones. Their content is moved into blocks
+        that would be allocated next, whose own is lost."""
+        while len(self.blocks) < num_blocks:
+            self.blocks.append(Block(self.id_at(len(self.blocks))))
+            self.free_list.append_left(self.blocks[-1])
+        while len(self.blocks) > num_blocks:
+            self._give_back()
+
+    def _give_back(self) -> None:
+        last = self.blocks[-1]
+        if last.ref_count or last.block_hash is not None:
+            place_of = self.free_list.pop_left()
+            if place_of.block_hash is not None:
+                self.num_evictable -= 1
+                self._on_evict(place_of)
+            if place_of is not last:
+                self.moved.setdefault(last, last.block_id)
+                place = place_of.block_id if self._end is None else self._end - 1 - place_of.block_id
+                self.blocks[place], last.block_id = last, place_of.block_id
+            self.moved.pop(place_of, None)
+        else:
+            self.free_list.remove(last)
+            self.moved.pop(last, None)
+        self.blocks.pop()

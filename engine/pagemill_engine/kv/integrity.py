@@ -22,7 +22,7 @@ class IntegrityError(KVCacheError):
 
 def check_integrity(kv: CacheManager) -> None:
     """Raise `IntegrityError` unless counts, free lists, hashes, tables and open writes of every kind agree."""
-    faults = _check_ends(kv)
+    faults = [*_check_ends(kv), *_check_memory(kv)]
     for number, cache in enumerate(kv.caches):
         faults += [*_check_free_list(cache), *_check_prefix_cache(cache)]
         if cache.kind.state:
@@ -51,6 +51,20 @@ def _check_ends(kv: CacheManager) -> list[str]:
             faults.append(f"{name} takes a last block for its own that others may read")
         if table.has_unwritten != any(own.unwritten for own in table.of_kinds):
             faults.append(f"{name} miscounts the blocks that no completed step has written")
+    return faults
+
+
+def _check_memory(kv: CacheManager) -> list[str]:
+    """Check that all blocks are within the memory of the cache, and no two of them at one place."""
+    faults = [
+        f"{cache.kind.name} has block {block.block_id} in place {place}, where {cache.pool.id_at(place)} belongs"
+        for cache in kv.caches
+        for place, block in enumerate(cache.pool.blocks)
+        if block.block_id != cache.pool.id_at(place)
+    ]
+    num_bytes = sum(cache.pool.num_blocks * cache.kind.block_bytes for cache in kv.caches)
+    if num_bytes > kv.split.num_bytes:
+        faults.append(f"the blocks of all kinds take {num_bytes} bytes, the cache has {kv.split.num_bytes}")
     return faults
 
 

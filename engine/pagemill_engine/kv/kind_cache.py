@@ -10,11 +10,13 @@ from pagemill_protocol.report.cache_kinds import CacheKind
 
 
 class KindCache:
-    def __init__(self, kind: CacheKind, num_blocks: int, block_size: int, prefix_chunk_blocks: int) -> None:
-        """Create an empty cache. `prefix_chunk_blocks`: the same for all kinds."""
+    def __init__(
+        self, kind: CacheKind, num_blocks: int, block_size: int, prefix_chunk_blocks: int, end: int | None = None
+    ) -> None:
+        """Create an empty cache. `prefix_chunk_blocks`: the same for all kinds. `end`: if ids of blocks fall."""
         self.kind = kind
         self.prefixes = PrefixCache(block_size, prefix_chunk_blocks)
-        self.pool = BlockPool(num_blocks, on_evict=self.prefixes.remove)
+        self.pool = BlockPool(num_blocks, on_evict=self.prefixes.remove, end=end)
         self.watermark = watermark_blocks(num_blocks)
 
     def forget(self, blocks: Iterable[Block]) -> None:

@@ -57,15 +57,20 @@ class States:
         """Whether a sequence cannot write its next state without a further block."""
         return not own.folds or own.folds[-1].block.ref_count > 1
 
-    def has_room(self, need: int, tables: Iterable[StateTable | None], *, undisturbed: bool) -> bool:
-        """Whether `need` blocks are free, besides one for each running sequence that has none of its own."""
-        owed = 0 if undisturbed else sum(own is not None and own.runs and self.lacks_own(own) for own in tables)
-        return need + owed <= self.cache.pool.num_free
+    def owed(self, tables: Iterable[StateTable | None]) -> int:
+        """Return how many running sequences have no block of their own."""
+        return sum(own is not None and own.runs and self.lacks_own(own) for own in tables)
 
-    def can_fold(self, own: StateTable, num_tokens: int, sequence: CachedSequence) -> bool:
-        """Whether a step that computes the first `num_tokens` tokens can write the state behind them."""
+    def needs_to_fold(self, own: StateTable, num_tokens: int, sequence: CachedSequence) -> tuple[int, int]:
+        """Return the free blocks that a step needs for the states behind its first `num_tokens` tokens, and how many
+        it uses if it can, so that none that is wanted is lost."""
         last = num_tokens // self.block_size
-        return last <= own.boundary or self.cache.pool.num_free > 0 or self._can_replace(own, last, sequence)
+        if last <= own.boundary:
+            return 0, 0
+        num_wanted = sum(own.boundary < boundary < last for boundary in own.wanted)
+        if not self._can_replace(own, last, sequence):
+            return 1, 1 + num_wanted
+        return 0, num_wanted + self._is_kept(own)
 
     def fold(self, own: StateTable, num_tokens: int, sequence: CachedSequence) -> list[tuple[int, int]]:
         """Plan the states that a step writes which computes the first `num_tokens` tokens: (index in the table, block
@@ -78,9 +83,10 @@ class States:
         own.source = own.folds[-1] if own.folds else None
         own.wanted = [boundary for boundary in own.wanted if boundary >= begin]
         replaces = self._can_replace(own, last, sequence)
-        if replaces and (begin in own.wanted or own.folds[-1].block.block_hash is not None):
+        if replaces and self._is_kept(own):
             replaces = pool.num_free == 0  # nothing is lost where a fresh block can be had
         block = own.folds.pop().block if replaces else pool.allocate(1)[0]
+        block.last_used = pool.now
         self.cache.forget((block,))
         between = [each for each in own.wanted if begin < each < last and each <= num_known]
         between = [boundary for boundary in between if not self._has(sequence, boundary)]
@@ -158,6 +164,10 @@ class States:
         """Whether the newest state may be replaced: no other sequence reads it, and all tokens of the next are known.
         Otherwise it is what remains if the sequence has ended with a token that is not known yet."""
         return not self.lacks_own(own) and last * self.block_size <= len(sequence.token_ids)
+
+    def _is_kept(self, own: StateTable) -> bool:
+        """Whether the newest state is better not replaced: others may resume with it."""
+        return own.boundary in own.wanted or own.folds[-1].block.block_hash is not None
 
     def _has(self, sequence: CachedSequence, boundary: int) -> bool:
         return (

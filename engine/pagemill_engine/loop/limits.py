@@ -37,4 +37,5 @@ def scheduler_limits(config: EngineConfig, info: RunnerInfo) -> SchedulerLimits:
         jumps_forward=info.jumps_forward,
         kinds=info.kinds,
         kind_blocks=info.kind_blocks,
+        shares_memory=info.shares_memory,
     )

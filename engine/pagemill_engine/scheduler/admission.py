@@ -159,7 +159,7 @@ class Admission:
             raise invalid_field("prompt", "The prompt has no tokens. Send at least one.")
         if len(prompt) > limits.max_prompt_tokens:
             raise context_length_exceeded(len(prompt), limits.max_model_len, _prompt_param(request))
-        if len(prompt) > limits.num_blocks * limits.block_size:
+        if len(prompt) > limits.cache_tokens:
             raise _larger_than_cache(len(prompt), limits, _prompt_param(request))
         _check_vocabulary(prompt, "prompt", limits.vocab_size)
         _check_vocabulary(request.predicted_token_ids, "prediction", limits.vocab_size)
@@ -266,10 +266,10 @@ def _check_choice(resume: ChoiceResume, first: int, num_choices: int) -> None:
 
 
 def _larger_than_cache(num_prompt_tokens: int, limits: SchedulerLimits, param: str) -> PagemillError:
-    room = limits.num_blocks * limits.block_size
+    room = limits.cache_tokens
     return PagemillError(
         f"The prompt has {num_prompt_tokens} tokens and the KV cache of this engine holds {room} "
-        f"({limits.num_blocks} blocks of {limits.block_size}). Shorten the prompt, or raise kvCacheMemory.",
+        f"({room // limits.block_size} blocks of {limits.block_size}). Shorten the prompt, or raise kvCacheMemory.",
         param=param,
         code="context_length_exceeded",
     )

@@ -7,8 +7,9 @@ prefix cache contains. The runner computes the values.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
+from pagemill_engine.kv.manager import CacheManager
 from pagemill_engine.kv.tables import NO_NEW_BLOCKS, Allocation, Needs
 from pagemill_engine.scheduler.proposals import Proposal
 from pagemill_engine.scheduler.sequence import Sequence
@@ -117,6 +118,19 @@ class StepBuilder:
         plan.num_scheduled_tokens[sequence.request_id] = num_tokens
         if num_tokens == due:
             plan.samples.add(sequence.request_id)
+
+
+def note_changes(plan: StepPlan, kv: CacheManager, running: Iterable[Sequence]) -> None:
+    """Add what became of blocks beside the step's own writes: those that were dropped behind windows, and those that
+    were moved. Rows that are not running get their tables when they are admitted."""
+    for changes, dropped in zip(plan.tables, kv.take_dropped(), strict=True):
+        changes.dropped = dropped
+    if not (moves := kv.take_moves()):
+        return
+    rows = {sequence.request_id for sequence in running}
+    for changes, moved in zip(plan.tables, moves, strict=True):
+        changes.placed += [entry for entry in moved.placed if entry[0] in rows]
+        changes.copies += moved.copies
 
 
 def reusable_tokens(sequence: Sequence) -> int | None:

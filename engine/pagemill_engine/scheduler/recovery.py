@@ -28,13 +28,21 @@ class StepRecovery:
         probed = next(in_flight.sequences(by_id) for in_flight in dropped if in_flight.plan is plan)
         for seq in by_id.values():
             sequences.discard(seq)
+        # It is not known whether the blocks that were to be moved, of any sequence, are where they should be.
+        has_moved = sequences.kv.split.moves and any(
+            changes.copies for in_flight in dropped for changes in in_flight.plan.tables
+        )
         if probed and len(plan.num_scheduled_tokens) == 1:  # not if the only one was discarded since the launch
             sequences.kv.invalidate(probed[0])
             sequences.fail(probed[0], message)
-            if len(dropped) == 1:
+            if len(dropped) == 1 and not has_moved:
                 return
         for seq in list(sequences.running):
             sequences.preempt(seq)
+        if has_moved:
+            while (fork := sequences.last_fork()) is not None:
+                sequences.drop_fork(fork)
+            sequences.kv.reset_prefix_cache()
         for seq in [seq for in_flight in dropped for seq in in_flight.sequences(by_id)]:
             if seq.aborted and seq.state is not SequenceState.FINISHED:
                 sequences.finish(seq, "abort")

@@ -26,7 +26,7 @@ from pagemill_engine.kv.tables import NO_MATCH, NO_NEW_BLOCKS, Allocation
 from pagemill_engine.limits import SchedulerLimits
 from pagemill_engine.scheduler.admission import Admission, already_served
 from pagemill_engine.scheduler.beam_searches import BeamSearches, clash, sequences_to_abort
-from pagemill_engine.scheduler.builder import StepBuilder, prompt_targets, reusable_tokens
+from pagemill_engine.scheduler.builder import StepBuilder, note_changes, prompt_targets, reusable_tokens
 from pagemill_engine.scheduler.finish import finish_reason
 from pagemill_engine.scheduler.in_flight_steps import InFlightStep, can_run_ahead, equal_part, turn_of
 from pagemill_engine.scheduler.order import POLICIES
@@ -69,6 +69,7 @@ class Scheduler:
             kinds=limits.kinds,
             max_step_tokens=limits.max_num_batched_tokens,
             enable_prefix_caching=limits.enable_prefix_caching,
+            shares_memory=limits.shares_memory,
         )
         self._clock = clock
         self._admission = Admission(limits)
@@ -181,8 +182,7 @@ class Scheduler:
         """Count the step as run; its sampled tokens are pending from now on."""
         if self._sequences.reporting:
             plan.prompt_targets = prompt_targets(plan, self._sequences.reporting)
-        for changes, dropped in zip(plan.tables, self.kv.take_dropped(), strict=True):
-            changes.dropped = dropped
+        note_changes(plan, self.kv, self._running)
         self.kv.launch(plan.num_scheduled_tokens)
         for name in plan.samples:
             seq = self._sequences.by_id[name]

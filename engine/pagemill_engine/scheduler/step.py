@@ -70,8 +70,8 @@ class TableChanges(msgspec.Struct, omit_defaults=True):
     """(request id, first index, index behind the last): entries that no later step reads. Their blocks may have other
     content: the runner replaces them by its padding block. The request may be unknown to it by now."""
     copies: list[tuple[int, int]] = []
-    """(source, destination) pairs, copied before the forward pass; all sources are read before a destination is
-    written."""
+    """(source, destination) pairs, copied before the forward pass; the sources of all kinds are read before a
+    destination is written."""
 
 
 class StepPlan(msgspec.Struct, omit_defaults=True):

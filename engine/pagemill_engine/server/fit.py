@@ -78,7 +78,7 @@ def _check_longest(config: EngineConfig, spec: ModelSpec, kv_bytes: int) -> None
     kind = _kv_type(config)
     num_blocks = kv_bytes // max(1, config.block_size * kv_bytes_per_token(spec, kind))
     try:
-        max_model_len_for(config, spec, cache_kinds(config, spec, kind, num_blocks))
+        max_model_len_for(config, spec, cache_kinds(config, spec, kind, num_blocks), shares_memory=True)
     except LoadError as error:
         raise StartupError(error.reason, error.message, "max_model_len") from None
 

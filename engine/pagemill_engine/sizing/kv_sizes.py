@@ -12,16 +12,15 @@ from typing import NamedTuple
 import msgspec
 
 from pagemill_engine.config import EngineConfig, StepLimits
+from pagemill_engine.kv.split import most_of_first
 from pagemill_engine.sizing.budget import keeps_nothing
 from pagemill_engine.weights.errors import LoadError
 from pagemill_kernels.kv_store.kinds import KVType, token_bytes
 from pagemill_models.spec.model_spec import ModelSpec, kinds_of
-from pagemill_protocol.report.cache_kinds import CacheKind, most_held, one_kind
+from pagemill_protocol.report.cache_kinds import ANY_LENGTH, CacheKind, most_held, one_kind
 
 USUAL_TOKENS = 4096
 """Tokens of the sequences for which memory is divided among kinds, unless the model's are shorter."""
-ANY_LENGTH = 1 << 60
-"""Tokens of the longest sequence where nothing limits it."""
 
 
 class CacheBlocks(NamedTuple):
@@ -135,15 +134,19 @@ def longest_request(cache: CacheBlocks, step_tokens: int, block_size: int) -> tu
     return min(most), most.index(min(most))
 
 
-def max_model_len_for(config: EngineConfig, spec: ModelSpec, cache: CacheBlocks) -> int:
-    """Return how many tokens one request may have.
+def max_model_len_for(config: EngineConfig, spec: ModelSpec, cache: CacheBlocks, *, shares_memory: bool = False) -> int:
+    """Return how many tokens one request may have. `shares_memory`: whether memory moves between the kinds.
 
     Raises `LoadError` if the setting asks for more than the model or the cache allows.
     """
     wanted = config.max_model_len
     if keeps_nothing(spec):
         return _whole_prompts_for(config, spec)
-    cache_tokens, number = longest_request(cache, config.step.max_num_batched_tokens, config.block_size)
+    step_tokens = config.step.max_num_batched_tokens
+    if shares_memory and len(cache.kinds) > 1:
+        most = most_of_first(cache.kinds, cache.counts, step_tokens, config.block_size)
+        cache = cache._replace(counts=(most, *cache.counts[1:]))
+    cache_tokens, number = longest_request(cache, step_tokens, config.block_size)
     if wanted is None:
         return min(spec.max_position_embeddings, cache_tokens)
     if wanted > spec.max_position_embeddings:

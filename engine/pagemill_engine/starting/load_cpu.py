@@ -52,7 +52,9 @@ def _runner(files: ModelFiles, prepared: PreparedModel) -> Runner:
     draft = prepared.draft
     draft_bytes = 0 if draft is None else draft.kv_bytes_per_token * config.block_size
     cache = cache_kinds(config, spec, compute.kv_dtype, num_blocks, draft_bytes)
-    max_model_len = max_model_len_for(config, spec, cache)
+    # A draft model has as many blocks as the first kind, so the number of these is fixed beside one.
+    shares_memory = len(cache.kinds) > 1 and draft is None
+    max_model_len = max_model_len_for(config, spec, cache, shares_memory=shares_memory)
     if keeps_nothing(spec):
         from pagemill_engine.starting.load_encoder import load_encoder
 
@@ -61,7 +63,9 @@ def _runner(files: ModelFiles, prepared: PreparedModel) -> Runner:
     trim_heap()
     files.progress("allocating", describe_cache(cache, config.block_size, compute.kv_dtype))
     info = runner_info(prepared, spec, max_model_len, model.num_bytes, "cpu").with_cache(cache)
-    kv_cache = KVCache(spec, cache.counts, config.block_size, compute.kv_dtype, cache.kinds)
+    info = info._replace(shares_memory=shares_memory)
+    kv_type = compute.kv_dtype
+    kv_cache = KVCache(spec, cache.counts, config.block_size, kv_type, cache.kinds, shares_memory=shares_memory)
     if spec.pooling is None:
         adapters = None
         if config.enable_lora:

@@ -83,7 +83,8 @@ def test_a_cache_uses_memory_only_where_it_is_written(runner: Any) -> None:
 def test_chained_copies_read_every_source_first(runner: Any) -> None:
     cache = runner.kv_cache.layers[0]
     cache[1], cache[2], cache[3] = 1.0, 2.0, 3.0
-    runner.kv_cache.of_kinds[0].copy_blocks([(1, 2), (2, 3)])
+    own = runner.kv_cache.of_kinds[0]
+    own.fill([2, 3], own.contents([1, 2]))
     assert (float(cache[2].mean()), float(cache[3].mean())) == (1.0, 2.0)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import psutil
 
 from pagemill_engine.executing.kv_cache import KVCache
+from pagemill_engine.kv.split import end_of_ids
 from pagemill_protocol.report.cache_kinds import CacheKind
 
 SPEC: Any = SimpleNamespace(cache_shapes=[(6, 64)] * 30)
@@ -32,6 +33,29 @@ def test_layers_of_different_shapes_share_the_memory_of_a_block() -> None:
         assert [set(each.flat) for each in layer] == [{10 * number + block} for block in range(len(layer))]
     first, _, last = cache.layers
     assert first.strides[0] == last.strides[0] == 2 * first[0].nbytes, "a block of all layers of a kind is adjacent"
+
+
+def test_kinds_share_one_arena_in_which_their_border_moves() -> None:
+    spec: Any = SimpleNamespace(cache_shapes=[(4, 64), (2, 32), (4, 64)])
+    for layers in ((0, 2), (1,)), ((1,), (0, 2)):
+        values = [BLOCK * heads * size for heads, size in spec.cache_shapes]
+        sizes = [sum(4 * values[layer] for layer in own) for own in layers]
+        kinds = [
+            CacheKind(layers=layers[0], block_bytes=sizes[0]),
+            CacheKind("window-32", 32, layers=layers[1], block_bytes=sizes[1]),
+        ]
+        cache = KVCache(spec, [5, 3], BLOCK, "float32", kinds, shares_memory=True)
+        end, total = end_of_ids(kinds, [5, 3]), 5 * sizes[0] + 3 * sizes[1]
+        low, high = cache.of_kinds
+        for num_high in range(total // sizes[1] + 1):
+            num_low = (total - num_high * sizes[1]) // sizes[0]
+            mine, theirs = list(range(num_low)), list(range(end - num_high, end))
+            for own, ids, value in ((low, mine, 1.0), (high, theirs, 2.0)):
+                for layer in own.layers:
+                    layer[ids] = value
+            for own, ids, value in ((low, mine, 1.0), (high, theirs, 2.0)):
+                assert all((layer[ids] == value).all() for layer in own.layers)
+                assert all((layer[own.padding_block] == 0).all() for layer in own.layers)
 
 
 def test_one_block_does_not_touch_a_huge_page_in_every_layer() -> None:

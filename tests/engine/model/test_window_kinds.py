@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -196,6 +197,46 @@ def test_an_unnamed_freed_block_would_show(
     monkeypatch.setattr(CacheManager, "take_dropped", lambda self: [[] for _ in self.kinds])
     with pytest.raises(AssertionError):
         test_values_of_freed_blocks_change_no_bit(gemma, runner_loader, "cpu_native", overlap=False)
+
+
+@pytest.mark.parametrize("backend", ["cpu_native", "cpu"])
+def test_tokens_are_the_same_while_memory_moves(
+    gemma: Path, runner_loader: Callable[..., Any], backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More prompts than fit, short and long ones, in a small cache: the border moves, and with it blocks in use."""
+    draw = random.Random(4)
+    shared = [draw.randrange(120) for _ in range(64)]
+    lengths = [draw.choice([10, 30, 150, 200]) for _ in range(14)]
+    texts = [[*shared[: draw.choice([0, 20, 64])], *(draw.randrange(120) for _ in range(length))] for length in lengths]
+    prompts = [text[:210] for text in texts]
+    answers, num_moved = [], []
+    options = {"dtype": "float32", "deterministic": backend == "cpu_native"}
+    for num_blocks in (400, 24):
+        runner = runner_loader(
+            gemma, backend=backend, num_kv_blocks=num_blocks, **options, max_num_seqs=4, max_num_batched_tokens=48
+        )
+        assert runner.info.shares_memory
+        config = EngineConfig(model="m", max_num_seqs=4, max_num_batched_tokens=48, overlap=num_blocks < 400)
+        core = EngineCore(config, runner)
+        launch, copied = runner.launch, []
+
+        def noting(plan: StepPlan, launch: Any = launch, copied: list[int] = copied) -> Any:
+            copied += [len(changes.copies) for changes in plan.tables]
+            return launch(plan)
+
+        monkeypatch.setattr(runner, "launch", noting)
+        params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+        found: dict[str, list[int]] = {}
+        for number, prompt in enumerate(prompts):
+            core.add(GenerateRequest(request_id=f"r{number}", model="m", prompt_token_ids=prompt, sampling=params))
+        while core.has_work:
+            for output in core.step().outputs:
+                found.setdefault(output.request_id, []).extend(output.token_ids)
+            core.check_integrity()
+        answers.append(found)
+        num_moved.append(sum(copied))
+    assert answers[0] == answers[1]
+    assert num_moved[0] == 0 < num_moved[1]
 
 
 def test_a_second_turn_hits_as_much_as_in_a_full_cache(

@@ -36,6 +36,8 @@ class CacheKind(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.window is None and not self.state
 
 
+ANY_LENGTH = 1 << 60
+"""Tokens of the longest sequence where nothing limits it."""
 FULL = CacheKind()
 """The only kind of most models: every token reads all tokens before it."""
 
