@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from pagemill_engine.config import CPU_STEP
-from pagemill_engine.kv.split import most_of_first
-from pagemill_protocol.report.cache_kinds import FULL, CacheKind
+from pagemill_protocol.report.cache_kinds import FULL, CacheKind, most_of_first
 from pagemill_protocol.request.pooling import PoolingSpec
 from pagemill_protocol.request.sampling import MAX_ANSWER_VALUES
 

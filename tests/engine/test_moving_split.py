@@ -16,12 +16,11 @@ from pagemill_engine.config import EngineConfig
 from pagemill_engine.executing.base import RunnerInfo
 from pagemill_engine.kv.integrity import check_integrity
 from pagemill_engine.kv.manager import CacheManager
-from pagemill_engine.kv.split import most_of_first
 from pagemill_engine.limits import SchedulerLimits
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.scheduler.step import StepPlan, StepResult
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.report.cache_kinds import CacheKind
+from pagemill_protocol.report.cache_kinds import CacheKind, most_of_first
 from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_protocol.request.sampling import SamplingParams
 

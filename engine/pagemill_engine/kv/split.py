@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 from pagemill_engine.kv.block_pool import Block
 from pagemill_engine.kv.kind_cache import KindCache
 from pagemill_engine.kv.tables import BlockTable
-from pagemill_protocol.report.cache_kinds import ANY_LENGTH, CacheKind, most_held
+from pagemill_protocol.report.cache_kinds import CacheKind
 
 OLDER = 1.5
 """Memory moves for content that was not used for so many times as long: each move may cost a copy."""
@@ -144,14 +144,6 @@ def _held(table: BlockTable, number: int) -> list[tuple[int, Block]]:
     if state.source is not None and state.source not in folds:
         folds = [*folds, state.source]
     return [(fold.boundary - 1, fold.block) for fold in folds]
-
-
-def most_of_first(kinds: Sequence[CacheKind], counts: Sequence[int], step_tokens: int, block_size: int) -> int:
-    """Return the blocks of the first kind that one request finds where it shares the memory of `counts` blocks with the
-    last kind, of which the request needs as many as the longest one does."""
-    low, high = kinds[0].block_bytes, kinds[-1].block_bytes
-    held = most_held(kinds[-1], 0, ANY_LENGTH, step_tokens, block_size)
-    return max(counts[0], (counts[0] * low + (counts[-1] - held) * high) // low)
 
 
 def end_of_ids(kinds: Sequence[CacheKind], counts: Sequence[int]) -> int:

@@ -12,12 +12,11 @@ from typing import NamedTuple
 import msgspec
 
 from pagemill_engine.config import EngineConfig, StepLimits
-from pagemill_engine.kv.split import most_of_first
 from pagemill_engine.sizing.budget import keeps_nothing
 from pagemill_engine.weights.errors import LoadError
 from pagemill_kernels.kv_store.kinds import KVType, token_bytes
 from pagemill_models.spec.model_spec import ModelSpec, kinds_of
-from pagemill_protocol.report.cache_kinds import ANY_LENGTH, CacheKind, most_held, one_kind
+from pagemill_protocol.report.cache_kinds import ANY_LENGTH, CacheKind, most_held, most_of_first, one_kind
 
 USUAL_TOKENS = 4096
 """Tokens of the sequences for which memory is divided among kinds, unless the model's are shorter."""

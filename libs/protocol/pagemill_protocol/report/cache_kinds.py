@@ -103,6 +103,14 @@ def blocks_at(kinds: Sequence[CacheKind], counts: Sequence[int], num_tokens: int
     )
 
 
+def most_of_first(kinds: Sequence[CacheKind], counts: Sequence[int], step_tokens: int, block_size: int) -> int:
+    """Return the blocks of the first kind that one request finds where it shares the memory of `counts` blocks with the
+    last kind, of which the request needs as many as the longest one does."""
+    low, high = kinds[0].block_bytes, kinds[-1].block_bytes
+    held = most_held(kinds[-1], 0, ANY_LENGTH, step_tokens, block_size)
+    return max(counts[0], (counts[0] * low + (counts[-1] - held) * high) // low)
+
+
 def one_kind(kinds: Sequence[CacheKind]) -> CacheKind:
     """Return the kind of all layers of `kinds`, which frees nothing."""
     layers = tuple(sorted(layer for kind in kinds for layer in kind.layers))
