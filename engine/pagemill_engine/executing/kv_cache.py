@@ -136,7 +136,7 @@ class KVCache:
         return arena.reshape(-1, low), arena[start : size + high].reshape(end + 1, high)
 
     @property
-    def _dtype(self) -> type[np.generic]:
+    def _dtype(self) -> str:
         return kinds.NUMPY_TYPES[self._kind]
 
     def release(self) -> None:
