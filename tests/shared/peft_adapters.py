@@ -32,6 +32,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {**_LLAMA, **_MIXTURE}),
     "qwen3_moe": ("Qwen3Moe", {**_LLAMA, **_MIXTURE, "head_dim": 16, "norm_topk_prob": True}),
     "gpt_oss": ("GptOss", {**_LLAMA, **_MIXTURE, "head_dim": 16}),
+    "deepseek_v3": ("DeepseekV3", {
+        **_LLAMA, "num_hidden_layers": 2, "num_key_value_heads": 4, "moe_intermediate_size": 40, "n_routed_experts": 4,
+        "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
+        "kv_lora_rank": 24,
+        "q_lora_rank": 40, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,
+    }),
 }  # fmt: skip
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from peft_adapters import VOCAB_SIZE, Adapted, Base, write_adapter, write_base
+from safetensors.numpy import load_file, save_file
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loop.core import EngineCore
@@ -17,6 +19,7 @@ from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_protocol.request.sampling import SamplingParams
 
 NUM_TOKENS = 6
+WEIGHTS = "adapter_model.safetensors"
 PROMPTS = [[(7 * index + 11 * position * position) % VOCAB_SIZE for position in range(12)] for index in range(32)]
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -56,6 +59,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": (
         "gpt_oss",
         {"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj", "experts.gate_up_proj"]},
+    ),
+    "deepseek_v3": (
+        "deepseek_v3",
+        {
+            "target_modules": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "down_proj"],
+            "target_parameters": ["mlp.experts.gate_up_proj"],
+        },
     ),
 }  # fmt: skip
 
@@ -141,7 +151,10 @@ def test_greedy_answers_equal_pefts(case: str, bases: Any, tmp_path: Path) -> No
     check(engine, base, adapted)
 
 
-@pytest.mark.parametrize("case", ["llama", "gpt_neox", "mixtral", "llama, embedding and head"])
+@pytest.mark.parametrize(
+    "case",
+    ["llama", "gpt_neox", "mixtral", pytest.param("deepseek_v3", marks=pytest.mark.full), "llama, embedding and head"],
+)
 def test_models_that_torch_runs_serve_them_too(
     case: str, bases: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,6 +162,35 @@ def test_models_that_torch_runs_serve_them_too(
     base = bases(name)
     monkeypatch.setattr("pagemill_engine.sizing.compute.can_fuse", lambda decoder: False)
     check(Engine(base), base, write_adapter(base, tmp_path, **settings))
+
+
+def test_experts_one_by_one_are_the_stacked_ones(bases: Any, tmp_path: Path) -> None:
+    base = bases("mixtral")
+    stacked = write_adapter(base, tmp_path / "stacked", target_parameters=["mlp.experts.down_proj"], target_modules=[])
+    tensors, single = load_file(stacked.folder / WEIGHTS), {}
+    experts = 4
+    for name, value in tensors.items():
+        for expert in range(experts):
+            rank = len(value) // experts if "lora_A" in name else value.shape[1] // experts
+            part = (
+                value.reshape(experts, rank, -1)[expert]
+                if "lora_A" in name
+                else value.reshape(len(value), rank, experts)[:, :, expert]
+            )
+            own = name.replace(".mlp.experts.", f".block_sparse_moe.experts.{expert}.w2.")
+            single[own.replace("base_layer.", "")] = part.copy()
+    folder = tmp_path / "single"
+    folder.mkdir()
+    save_file(single, folder / WEIGHTS)
+    config = json.loads((stacked.folder / "adapter_config.json").read_text())
+    config |= {"target_parameters": None, "target_modules": ["w2"]}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    engine = Engine(base)
+    digests = [engine.load(stacked), engine.load(stacked._replace(folder=folder))]
+    answers = [engine.greedy(PROMPTS[:4], [digest] * 4) for digest in digests]
+    assert answers[0] == answers[1]
+    assert answers[0][0] == stacked.greedy(PROMPTS[0], NUM_TOKENS)[0]
+    assert answers[0] != engine.greedy(PROMPTS[:4], [""] * 4)
 
 
 def check(engine: Engine, base: Base, adapted: Adapted) -> None:
