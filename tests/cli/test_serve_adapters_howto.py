@@ -22,7 +22,7 @@ from pagemill_operator.backends.local.ports import free_port
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "how-to" / "serve-adapters.md").read_text()
 COMMANDS = [
     command
-    for command in re.findall(r"```bash\n(.*?)\n```", PAGE, re.DOTALL)
+    for command in re.findall(r"```sh\n(.*?)\n```", PAGE, re.DOTALL)
     if command.startswith((".venv/bin/pagemill serve", "curl http://127.0.0.1:8000"))
 ]
 
