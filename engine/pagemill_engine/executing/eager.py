@@ -97,7 +97,10 @@ class EagerRunner:
             if self._adapters is not None:
                 self._adapters.release((row,))
         for admitted in plan.admitted:
+            is_new = admitted.request_id not in self._rows
             row = self._rows.admit(admitted)
+            if self._drafter is not None and is_new:
+                self._drafter.begin(row, admitted.num_computed_tokens)
             self._sampling.admit(row, admitted)
             if self._adapters is not None:
                 self._adapters.admit(row, admitted.adapter_digest)

@@ -71,6 +71,9 @@ class RequestRows:
     def __len__(self) -> int:
         return len(self._row_of)
 
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._row_of
+
     def row(self, request_id: str) -> int:
         return self._row_of[request_id]
 

@@ -60,9 +60,9 @@ class Rounds:
         self._num_without = 0
 
     def record(self, num_rounds: int, ms: float) -> None:
-        """Record that all rounds but the first took `ms`."""
-        if num_rounds > 1:
-            each = ms / (num_rounds - 1)
+        """Record that so many rounds took `ms`."""
+        if num_rounds:
+            each = ms / num_rounds
             before = each if self._round_ms is None else self._round_ms
             self._round_ms = before + ROUND_GAIN * (each - before)
 
@@ -82,7 +82,7 @@ class Rounds:
         for num in range(1, self._most + 1):
             tokens += sum(each[num - 1] for each in chances)
             verify_ms = ms_of(step.num_tokens + num * len(acceptances), step.num_context_tokens)
-            rate = tokens / (turn_ms + verify_ms + (num - 1) * (self._round_ms or 0.0))
+            rate = tokens / (turn_ms + verify_ms + num * (self._round_ms or 0.0))
             if rate > best:
                 best, best_num = rate, num
         self._num_without = 0 if best_num else self._num_without + 1

@@ -142,7 +142,7 @@ class StepResult(msgspec.Struct, omit_defaults=True):
     drafted: dict[str, list[int]] = {}
     """What may follow the last sampled token of the requests in `StepPlan.drafts`."""
     draft_ms: float = 0.0
-    """Milliseconds that drafting took, all first tokens excepted: a step without drafts takes so much less."""
+    """Milliseconds that drafting took: a step without drafts takes so much less."""
     failed: dict[str, str] = {}
     """Requests that failed in this step (non-finite logits and the like), with the reason; the others continue."""
     pooled: dict[str, bytes] = {}
