@@ -149,8 +149,8 @@ def model() -> Page:
     name = "{{model_name}}"
     latency = [
         Panel(
-            "Time to first token",
-            "At engines, from arrival to the first token.",
+            "Time to first token at engines",
+            "From arrival at the engine to the first token.",
             "s",
             quantiles(engine("vllm:time_to_first_token_seconds_bucket"), "model_name"),
         ),
@@ -168,7 +168,7 @@ def model() -> Page:
         ),
     ]
     work = [
-        Panel("Requests", "Requests that run and that wait at engines.", "none", [
+        Panel("Requests at engines", "Requests that run and that wait.", "none", [
             (total(engine("vllm:num_requests_running"), "model_name"), f"{name} running"),
             (total(engine("vllm:num_requests_waiting"), "model_name"), f"{name} waiting"),
         ]),
@@ -183,6 +183,10 @@ def model() -> Page:
         Panel("Ended requests", "By finish reason.", "reqps", [
             (per_second(engine("vllm:request_success_total"), "model_name", "finished_reason"),
              f"{name} {{{{finished_reason}}}}"),
+        ]),
+        Panel("Aborted requests", "Requests aborted before their end, by cause. Empty until one was.", "reqps", [
+            (per_second(engine("pagemill_engine_requests_aborted_total"), "model_name", "reason"),
+             f"{name} {{{{reason}}}}"),
         ]),
         Panel("Preemptions", "Requests that lost their KV blocks and are computed again.", "ops", [
             (per_second(engine("vllm:num_preemptions_total"), "model_name"), name)

@@ -134,6 +134,17 @@ def test_the_gateways_of_two_running_ups_are_distinguished(machine: Path, answer
     assert "gateway" not in found
 
 
+@pytest.mark.parametrize("answers_now", [True, False])
+def test_the_target_with_objectives_and_limits_is_checked(machine: Path, answers: Any, answers_now: bool) -> None:
+    answers.by_path["/metrics"] = "pagemill_deployment_max_replicas 1\n"
+    address = answers.address if answers_now else "127.0.0.1:9"
+    state = StateDir(machine)
+    state.write_targets([{"targets": [address], "labels": {"job": "pagemill-operator"}}])
+    _, found = findings()
+    state.remove()
+    assert found[f"metrics of deployments {address}"]["level"] == ("ok" if answers_now else "error")
+
+
 def test_an_engine_of_another_version_is_an_error(machine: Path, answers: Any) -> None:
     answers.by_path["/metrics"] = engine_metrics(of_version="0.0.9")
     state = running(machine, (answers.address, "sim-0"))

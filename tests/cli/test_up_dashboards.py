@@ -144,6 +144,9 @@ def test_a_real_prometheus_scrapes_all_processes_and_ends_with_them(
             if "Ctrl-C stops everything" in line:
                 break
         children = psutil.Process(process.pid).children(recursive=True)
+        targets = Path(cast(re.Match[str], re.search(r"Logs +(\S+)/\*", shown)).group(1)) / "targets.json"
+        jobs = {each["labels"]["job"] for each in json.loads(targets.read_text())}
+        assert jobs == {"pagemill-operator", "pagemill-gateway", "pagemill-engine"}, "all that the built-in one scrapes"
         try:
             found = re.search(r"Prometheus +(http://\S+)", shown)
             assert found is not None, shown

@@ -19,6 +19,7 @@ from pagemill_protocol import metrics
 
 QUERY = ("--query-gpu=name,driver_version", "--format=csv,noheader")
 TIMEOUT_S = 10.0
+OPERATOR_JOB = "pagemill-operator"
 WHERE_TO_GET = {
     "prometheus": "Debian: `apt-get install prometheus`; else https://prometheus.io/download",
     "grafana": "https://grafana.com/grafana/download",
@@ -36,7 +37,12 @@ async def look_at_machine(settings: LocalSettings) -> list[CheckResult]:
     targets = local_targets(settings.runtime_folder)
     texts = await asyncio.gather(*(asyncio.to_thread(_scrape, target) for target in targets))
     for target, text in zip(targets, texts, strict=True):
-        found += engine(target, text) if "pod" in target["labels"] else gateway(text, _gateway_name(target, targets))
+        if "pod" in target["labels"]:
+            found += engine(target, text)
+        elif target["labels"].get("job") == OPERATOR_JOB:
+            found += own_metrics(target, text)
+        else:
+            found += gateway(text, _gateway_name(target, targets))
     return found
 
 
@@ -92,8 +98,18 @@ def engine(target: ScrapeTarget, text: str) -> Iterator[CheckResult]:
 
 def _gateway_name(target: ScrapeTarget, targets: list[ScrapeTarget]) -> str:
     """Return `gateway`, with its control port where several `pagemill up` run."""
-    is_only = sum("pod" not in each["labels"] for each in targets) == 1
+    is_only = sum("pod" not in each["labels"] and each["labels"].get("job") != OPERATOR_JOB for each in targets) == 1
     return "gateway" if is_only else f"gateway {target['targets'][0]}"
+
+
+def own_metrics(target: ScrapeTarget, text: str) -> Iterator[CheckResult]:
+    """Check the metrics that rules need for objectives and limits; a Prometheus of yours must scrape them, too."""
+    address = target["targets"][0]
+    if text:
+        yield ok(f"metrics of deployments {address}", "are served")
+        return
+    remedy = "restart `pagemill up`; without them, rules take their defaults"
+    yield CheckResult("error", f"metrics of deployments {address}", "are not served", remedy)
 
 
 def gateway(text: str, name: str = "gateway") -> Iterator[CheckResult]:

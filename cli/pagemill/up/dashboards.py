@@ -1,8 +1,7 @@
 """`pagemill up --dashboards`: runs Prometheus and, if it is installed, Grafana next to the engines of this machine.
 
 Their settings are written to the backend's private folder, with the rules and dashboards of the Helm chart. Both
-programs stop with `pagemill up`, and their data is deleted. The backend writes the list of scrape targets and exports
-the metrics that an operator would.
+programs stop with `pagemill up`, and their data is deleted. The backend writes the list of all scrape targets.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import yaml
-from aiohttp import web
 
 from pagemill.up.screen import Screen
 from pagemill_operator.backends.local import LocalBackend, LocalSettings
@@ -48,7 +46,6 @@ class Dashboards:
         self._folder = Path()
         self._children: list[Child] = []
         self._watches: list[asyncio.Task[None]] = []
-        self._runner: web.AppRunner | None = None
 
     async def start(self) -> None:
         """Start the programs that are installed. The backend must have started."""
@@ -58,7 +55,7 @@ class Dashboards:
             return
         self._folder = self._backend.folder / "dashboards"
         shutil.copytree(FILES, self._folder)
-        url = await self._start_prometheus(prometheus, await self._serve_own_metrics())
+        url = await self._start_prometheus(prometheus)
         self._screen.line(f"Prometheus        {url}")
         grafana = self._find("grafana", "grafana-server")
         if grafana is None:
@@ -71,28 +68,12 @@ class Dashboards:
             watch.cancel()
         await asyncio.gather(*self._watches, return_exceptions=True)
         await asyncio.gather(*(child.end(STOP_TIMEOUT_S) for child in self._children))
-        if self._runner is not None:
-            await self._runner.cleanup()
 
     def _find(self, *names: str) -> str | None:
         path = self._environment.get("PATH")
         return next(filter(None, (shutil.which(name, path=path) for name in names)), None)
 
-    async def _serve_own_metrics(self) -> str:
-        """Serve the metrics that an operator would export; return the address."""
-
-        async def show_metrics(request: web.Request) -> web.Response:
-            scrape = self._backend.scrape(request.headers.get("Accept", ""))
-            return web.Response(body=scrape.body, headers={"Content-Type": scrape.content_type})
-
-        app = web.Application()
-        app.add_routes([web.get("/metrics", show_metrics)])
-        self._runner = web.AppRunner(app, access_log=None)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, LOOPBACK, 0).start()
-        return f"{LOOPBACK}:{self._runner.addresses[0][1]}"
-
-    async def _start_prometheus(self, program: str, own_target: str) -> str:
+    async def _start_prometheus(self, program: str) -> str:
         # The targets file sets the job label of each target.
         discovery = {"files": [str(self._backend.folder / TARGETS_FILE)]}
         settings = {
@@ -100,7 +81,6 @@ class Dashboards:
             "rule_files": ["rules.yaml"],
             "scrape_configs": [
                 {"job_name": "pagemill", "file_sd_configs": [discovery]},
-                {"job_name": "pagemill-operator", "static_configs": [{"targets": [own_target]}]},
             ],
         }
         path = self._write("prometheus.yaml", settings)

@@ -44,6 +44,8 @@ _PREEMPTIONS = (0.0, 1.0, 2.0, 5.0, 10.0)
 _FINE_TTFT_S = tuple(sorted({*_TTFT_S, 0.03, 0.05, 0.15, 0.2}))
 _FINE_LATENCY_S = (0.025, 0.05, 0.075, 0.1, 0.15, 0.2, *_LATENCY_S)
 """Buckets of gateways, fine enough for objectives of 50 ms. Engines keep the bounds that dashboards of vLLM use."""
+_QUEUE_S = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, *_LATENCY_S)
+"""These bounds, and some below them: most requests wait for less."""
 _SHORT_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
 
@@ -141,7 +143,7 @@ E2E_REQUEST_LATENCY = _vllm(
     "histogram", "e2e_request_latency_seconds", "From arrival to the last token.", buckets=_LATENCY_S
 )
 REQUEST_QUEUE_TIME = _vllm(
-    "histogram", "request_queue_time_seconds", "From arrival to first scheduling.", buckets=_LATENCY_S
+    "histogram", "request_queue_time_seconds", "From arrival to first scheduling.", buckets=_QUEUE_S
 )
 REQUEST_PREFILL_TIME = _vllm(
     "histogram", "request_prefill_time_seconds", "From first scheduling to the first token.", buckets=_LATENCY_S

@@ -22,6 +22,7 @@ from pagemill_operator.backends.deployment_metrics import DEPLOYMENT_METRICS, De
 from pagemill_operator.backends.local.gateway import LocalGateway
 from pagemill_operator.backends.local.load import MachineLoad, read_load
 from pagemill_operator.backends.local.machine import least_used, threads_per_engine
+from pagemill_operator.backends.local.own_metrics import OwnMetrics
 from pagemill_operator.backends.local.ports import ensure_bindable, free_port
 from pagemill_operator.backends.local.replicas import Deployment, Replica, SleepCalls, engine_launcher, unused_name
 from pagemill_operator.backends.local.scaling import LocalScaling
@@ -65,6 +66,7 @@ class LocalBackend(Cluster):
         self._wake = asyncio.Event()
         self._stopped = False
         self._metrics = DeploymentMetrics(Metrics(DEPLOYMENT_METRICS))
+        self._own_metrics = OwnMetrics(self.scrape)
         self._targets: list[ScrapeTarget] | None = None
         """The targets that were written last."""
         self._state_dir: StateDir
@@ -108,6 +110,7 @@ class LocalBackend(Cluster):
             on_event=self._on_event,
         )
         self._sleep_calls = SleepCalls(self._session, self._changed)
+        await self._own_metrics.start()
         self.gateway.supervisor.start()
         self._reconciler = asyncio.create_task(self._keep_reconciling(), name="reconcile")
         self._scaling = LocalScaling(
@@ -186,6 +189,7 @@ class LocalBackend(Cluster):
             replicas = [replica for deployment in self._deployments.values() for replica in deployment.replicas]
             await asyncio.gather(*(self._end_now(replica, timeout_s) for replica in replicas))
         finally:
+            await self._own_metrics.close()
             await self._session.close()
             self._state_dir.remove()
 
@@ -339,7 +343,8 @@ class LocalBackend(Cluster):
 
     def _write_targets(self) -> None:
         """Write the targets that Prometheus and `pagemill top` read; both read them again when they change."""
-        targets = [_target(self.gateway.supervisor, "pagemill-gateway")]
+        own: ScrapeTarget = {"targets": [self._own_metrics.address], "labels": {"job": "pagemill-operator"}}
+        targets = [own, _target(self.gateway.supervisor, "pagemill-gateway")]
         for key, deployment in self._deployments.items():
             replicas = (replica.supervisor for replica in deployment.replicas)
             targets += [_target(each, "pagemill-engine", pod=each.name, variant=key) for each in replicas]
