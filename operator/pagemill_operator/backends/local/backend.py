@@ -15,6 +15,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import aiohttp
+from aiohttp import web
 
 from pagemill_operator.autoscaler.records import Record, encode_record
 from pagemill_operator.backends.base import Cluster, Event
@@ -22,7 +23,6 @@ from pagemill_operator.backends.deployment_metrics import DEPLOYMENT_METRICS, De
 from pagemill_operator.backends.local.gateway import LocalGateway
 from pagemill_operator.backends.local.load import MachineLoad, read_load
 from pagemill_operator.backends.local.machine import least_used, threads_per_engine
-from pagemill_operator.backends.local.own_metrics import OwnMetrics
 from pagemill_operator.backends.local.ports import ensure_bindable, free_port
 from pagemill_operator.backends.local.replicas import Deployment, Replica, SleepCalls, engine_launcher, unused_name
 from pagemill_operator.backends.local.scaling import LocalScaling
@@ -43,6 +43,7 @@ from pagemill_protocol.report.load import EngineReport
 
 logger = logging.getLogger("pagemill.operator.local")
 
+LOOPBACK = "127.0.0.1"
 INFORM_TIMEOUT_S = 2.0
 """Seconds that a draining replica waits until the gateway knows; then it drains anyway."""
 KILL_MARGIN_S = 5.0
@@ -360,6 +361,36 @@ class LocalBackend(Cluster):
     def _catalog(self) -> Catalog:
         served = (each for each in self._deployments.values() if each.replicas or each.is_in_effect)
         return Catalog([deployment.catalog_model for deployment in served])
+
+
+class OwnMetrics:
+    """Serves the metrics of the deployments, which an operator exports in a cluster.
+
+    Objectives and limits are among them: without this target, rules would silently take their defaults.
+    """
+
+    def __init__(self, scrape: Callable[[str], Scrape]) -> None:
+        """`scrape` returns the metrics in the format that the header Accept requests."""
+        self._scrape = scrape
+        self._runner: web.AppRunner | None = None
+        self.address = ""
+        """Host and port; empty before `start`."""
+
+    async def start(self) -> None:
+        app = web.Application()
+        app.add_routes([web.get("/metrics", self._show)])
+        self._runner = web.AppRunner(app, access_log=None)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, LOOPBACK, 0).start()
+        self.address = f"{LOOPBACK}:{self._runner.addresses[0][1]}"
+
+    async def close(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def _show(self, request: web.Request) -> web.Response:
+        scrape = self._scrape(request.headers.get("Accept", ""))
+        return web.Response(body=scrape.body, headers={"Content-Type": scrape.content_type})
 
 
 def _target(process: Supervisor, job: str, **labels: str) -> ScrapeTarget:
