@@ -17,6 +17,7 @@ from pagemill_kernels.ranks.group import GroupAborted
 from pagemill_kernels.ranks.in_process import in_process_groups
 from pagemill_kernels.ranks.memory import SharedMemory
 from pagemill_kernels.ranks.ring import ReaderStoppedError, RingClosedError, RingReader, RingWriter, ring_bytes
+from pagemill_kernels.ranks.shared_logits import SharedLogits, logits_bytes
 from pagemill_kernels.ranks.shared_memory import PLAN, SharedMemoryGroup, group_bytes
 
 needs_kernels = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.unavailable_reason()}")
@@ -73,6 +74,31 @@ def test_gathered_values_may_differ_in_size(groups_of: Groups, kind: str) -> Non
         for turn, gathered in enumerate(found):
             assert [each.shape for each in gathered] == [(3, 5), (3, 45), (3, 85)]
             assert all((each == rank + turn).all() for rank, each in enumerate(gathered))
+
+
+@needs_kernels
+def test_logits_of_all_ranks_stand_in_one_array_until_the_next_ones_are_written(groups_of: Groups) -> None:
+    """A rank that reads takes its time; the others may not write over what it reads."""
+    vocab_size, columns = 11, [(0, 4), (4, 8), (8, 11)]
+    memory = SharedMemory.create(logits_bytes(3, vocab_size))
+
+    def run(group: Any) -> list[Any]:
+        shared = SharedLogits(memory, group, vocab_size, columns[group.rank])
+        found = []
+        for turn in range(20):
+            own = shared.own(1 + turn % 3)
+            own[...] = 100 * turn + group.rank
+            whole = shared.whole(1 + turn % 3)
+            before = whole.copy()
+            time.sleep(0.002 if group.rank == 0 else 0)
+            assert np.array_equal(whole, before)
+            found.append(before)
+        return found
+
+    for found in together(groups_of("shared memory", 3), run):
+        for turn, logits in enumerate(found):
+            expected = 100 * turn + np.repeat([0, 1, 2], [4, 4, 3])
+            assert np.array_equal(logits, np.tile(expected, (1 + turn % 3, 1)))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -16,7 +16,7 @@ import msgspec
 from pagemill_engine.starting import rank_process
 from pagemill_kernels.arrays import Array
 from pagemill_kernels.ranks import reduce
-from pagemill_kernels.ranks.shared_memory import PLAN, SharedMemoryGroup
+from pagemill_kernels.ranks.shared_memory import LOGITS, PLAN, SharedMemoryGroup
 
 VARIABLE = "FAILING_RANK"
 
@@ -68,6 +68,11 @@ class FailingGroup(SharedMemoryGroup):
     def gather(self, buffer: Array) -> list[Array]:
         self._fail_at("the logits")
         return super().gather(buffer)
+
+    def meet(self, place: int) -> None:
+        if place == LOGITS:
+            self._fail_at("the logits")
+        super().meet(place)
 
     def send(self, buffer: Array, to: int) -> None:
         self._fail_at(f"hidden states from rank {self.rank} to {to}")

@@ -123,6 +123,8 @@ def _rank_bytes(config: EngineConfig, ranks: Sequence[RankSizes], state: MemoryS
     )
     sets = 2 * (config.tensor_parallel_size > 1) + (config.pipeline_parallel_size > 1)
     exchanged = sets * len(ranks) * config.step.max_num_batched_tokens * ranks[0].spec.hidden_size * 4
+    if config.tensor_parallel_size > 1:
+        exchanged += config.step.max_num_seqs * ranks[0].spec.vocab_size * 4  # logits, of which each writes a part
     return steps + (len(ranks) - 1) * state.process_bytes + exchanged
 
 

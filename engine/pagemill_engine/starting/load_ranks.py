@@ -37,6 +37,7 @@ from pagemill_kernels.cpu import launch
 from pagemill_kernels.ranks.group import RankGroup
 from pagemill_kernels.ranks.memory import SharedMemory
 from pagemill_kernels.ranks.ring import RingWriter, ring_bytes
+from pagemill_kernels.ranks.shared_logits import SharedLogits, logits_bytes
 from pagemill_kernels.ranks.shared_memory import STUCK_SECONDS, SharedMemoryGroup, group_bytes
 from pagemill_models.sharding.slices import Range
 from pagemill_models.spec.model_files import load_model_spec
@@ -58,6 +59,8 @@ class RankSettings(msgspec.Struct):
     num_threads: int
     group_file: int
     ring_file: int
+    logits_file: int | None
+    """Where the ranks of the last stage write logits; None: there is one such rank, or torch computes."""
     capacity: int
     stuck_seconds: float
     num_blocks: int
@@ -97,21 +100,23 @@ def load_ranks(files: ModelFiles, compute: Compute, stuck_seconds: float = STUCK
     capacity = config.step.max_num_batched_tokens * spec.hidden_size
     group_memory = SharedMemory.create(group_bytes(size, capacity, members))
     ring_memory = SharedMemory.create(ring_bytes(SLOTS, SLOT_BYTES))
+    logits_memory = None
+    if members > 1 and compute.is_native:
+        logits_memory = SharedMemory.create(logits_bytes(config.step.max_num_seqs, spec.vocab_size))
+    files_of_all = [each.file for each in (group_memory, ring_memory, logits_memory) if each is not None]
     settings = [
         RankSettings(
-            config, str(files.path), rank, os.getpid(), threads[rank], group_memory.file, ring_memory.file, capacity,
-            stuck_seconds, prepared.num_blocks,
+            config, str(files.path), rank, os.getpid(), threads[rank], group_memory.file, ring_memory.file,
+            None if logits_memory is None else logits_memory.file, capacity, stuck_seconds, prepared.num_blocks,
         )
         for rank in range(1, size)
     ]  # fmt: skip
-    followers = FollowerProcesses(
-        RANK_PROCESS, [_as_json(each) for each in settings], (group_memory.file, ring_memory.file)
-    )
+    followers = FollowerProcesses(RANK_PROCESS, [_as_json(each) for each in settings], files_of_all)
     group = SharedMemoryGroup(group_memory, 0, size, capacity, stuck_seconds, members)
     ring = RingWriter(ring_memory, SLOTS, SLOT_BYTES, [f"rank {rank}" for rank in range(1, size)])
     try:
         with refusals(files.path):
-            loaded = _loaded(config, compute, spec, part, prepared.weights, prepared.num_blocks, group)
+            loaded = _loaded(config, compute, spec, part, prepared.weights, prepared.num_blocks, group, logits_memory)
         trim_heap()
         files.progress("allocating", describe_cache(loaded.blocks, config.block_size, compute.kv_dtype))
         weight_bytes = loaded.model.num_bytes + followers.wait_until_ready()
@@ -134,7 +139,11 @@ def follower_of(settings: RankSettings, group: SharedMemoryGroup) -> FollowerRun
     with refusals(path):
         part = part_of(spec, settings.rank, settings.size, settings.num_stages)
         weights = weights_of(config, path, spec, compute.weight_forms.small_floats)
-        loaded = _loaded(config, compute, spec, part, weights, settings.num_blocks, group)
+        logits_memory = None
+        if settings.logits_file is not None:
+            num_bytes = logits_bytes(config.step.max_num_seqs, spec.vocab_size)
+            logits_memory = SharedMemory(settings.logits_file, num_bytes)
+        loaded = _loaded(config, compute, spec, part, weights, settings.num_blocks, group, logits_memory)
     info = RunnerInfo(
         num_blocks=settings.num_blocks,
         block_size=config.block_size,
@@ -208,14 +217,21 @@ def _loaded(
     whole: WeightSource,
     num_blocks: int,
     group: SharedMemoryGroup,
+    logits_memory: SharedMemory | None,
 ) -> _Loaded:
     """Load a rank's part. `spec`, `whole`: of the whole model."""
     weights, place = part.weights(whole, spec.decoder), part.place
     # The whole model's division among cache kinds: blocks have the same ids on all ranks.
     blocks = cache_kinds(config, spec, compute.kv_dtype, num_blocks)
     max_model_len = max_model_len_for(config, spec, blocks)
-    load = _native if compute.is_native else _on_torch
-    model = load(part.spec, compute, weights, max_model_len, group)
+    logits = None
+    columns = part.spec.decoder.vocabulary
+    if logits_memory is not None and columns is not None and part.spec.decoder.head is not None:
+        logits = SharedLogits(logits_memory, group, spec.vocab_size, columns)
+    if compute.is_native:
+        model = _native(part.spec, compute, weights, max_model_len, group, logits)
+    else:
+        model = _on_torch(part.spec, compute, weights, max_model_len, group)
     if group.members < group.size:
         model = StagedModel(model, group, place)
     kinds = [msgspec.structs.replace(kind, layers=_within(kind.layers, place.layers)) for kind in blocks.kinds]
@@ -224,12 +240,17 @@ def _loaded(
 
 
 def _native(
-    spec: ModelSpec, compute: Compute, weights: WeightSource, max_model_len: int, group: SharedMemoryGroup
+    spec: ModelSpec,
+    compute: Compute,
+    weights: WeightSource,
+    max_model_len: int,
+    group: SharedMemoryGroup,
+    logits: SharedLogits | None,
 ) -> StepModel:
     rotations = Rotations(decoder_tables(spec.decoder, max_model_len, weights))
     # The layers of a stage with one rank add nothing, but come to the same cuts.
     divided = group if group.members > 1 else None
-    return NativeDecoder(spec, compute.native_ops, weights, rotations, divided, group)
+    return NativeDecoder(spec, compute.native_ops, weights, rotations, divided, group, logits)
 
 
 def _on_torch(

@@ -86,6 +86,11 @@ class NativeLinear:
         self._run(launch.rows(x), out, accumulate=0)
         return out
 
+    def write(self, x: Array, out: Array) -> None:
+        """Fill `out` with x W^T + bias. out: float32 [rows, out], whose rows may be apart."""
+        self.check(x.shape, x.dtype, x.dtype == np.float32)
+        self._multiply(address(x), len(x), launch.row_stride(x), address(out), launch.row_stride(out), 0)
+
     def add_to(self, out: Array, x: Array) -> None:
         """Add x W^T + bias to `out` in place. out: contiguous float32 [rows, out]."""
         self._run(launch.rows(x), out, accumulate=1)
@@ -104,16 +109,11 @@ class NativeLinear:
     def multiply(self, x: int, num_rows: int, stride: int, out: int, accumulate: int) -> None:
         """Multiply by addresses: x of float32 [num_rows, in] with rows `stride` values apart, out of [num_rows,
         out]."""
+        self._multiply(x, num_rows, stride, out, self.out_features, accumulate)
+
+    def _multiply(self, x: int, num_rows: int, stride: int, out: int, out_stride: int, accumulate: int) -> None:
         self._linear(
-            self._pointer,
-            x,
-            num_rows,
-            stride,
-            self.bias_address,
-            out,
-            self.out_features,
-            accumulate,
-            launch.num_threads(),
+            self._pointer, x, num_rows, stride, self.bias_address, out, out_stride, accumulate, launch.num_threads()
         )
 
     def check(self, shape: tuple[int, ...], dtype: object, is_float32: bool) -> None:

@@ -143,7 +143,11 @@ class SharedMemoryGroup:
 
     def report(self) -> None:
         """Wait until all members have computed the step. Raises `GroupAborted`, as every exchange."""
-        self._native.pagemill_ranks_meet(self._ranks, REPORT)
+        self.meet(REPORT)
+
+    def meet(self, place: int) -> None:
+        """Wait until all members have come to a place outside of the layers. Raises `GroupAborted`."""
+        self._native.pagemill_ranks_meet(self._ranks, place)
         self.check()
 
     def come_to(self, place: int) -> None:

