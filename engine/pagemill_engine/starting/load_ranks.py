@@ -275,6 +275,12 @@ def _check(config: EngineConfig, compute: Compute) -> None:
             "Adapters are served by one process. Set tensorParallel and pipelineParallel to 1, or turn enable_lora "
             "off.",
         )
+    if config.speculative.method == "draft":
+        raise LoadError(
+            "SettingsUnsupported",
+            "Draft models propose for models in one process. Set tensorParallel and pipelineParallel to 1, or the "
+            "speculative method to auto.",
+        )
     if config.pipeline_parallel_size == 1:
         return
     if not compute.is_native and compute.activation_dtype != "float32":

@@ -117,8 +117,12 @@ def _process_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
     """Yield the problems of the number of processes that compute a model together."""
     size, stages, cpu = spec.engine.tensor_parallel, spec.engine.pipeline_parallel, spec.resources.cpu
     cores = 0 if cpu is None else math.ceil(cpu_cores(cpu))
-    message = None
-    if size * stages > MOST_PROCESSES:
+    message, speculative = None, spec.engine.speculative
+    if size * stages > 1 and speculative is not None and speculative.method == "draft":
+        message = (
+            "draft models propose for models in one process; set it to 1, or spec.engine.speculative.method to auto"
+        )
+    elif size * stages > MOST_PROCESSES:
         message = f"tensorParallel x pipelineParallel may be {MOST_PROCESSES} processes at most; lower them"
     elif not spec.resources.gpus and 0 < cores < size * stages:
         message = f"{size * stages} processes need a core each; lower it, or raise spec.resources.cpu"
