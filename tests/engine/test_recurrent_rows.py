@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import msgspec
 import pytest
 from oracle_proposer import oracle
 from recurrent_rows import RecurrentFault, RecurrentRows
@@ -190,6 +191,22 @@ def test_a_beginning_that_two_requests_share_is_computed_twice_and_then_resumed(
     for number in range(3):
         serve(core, [ask(f"r{number}", [*shared, 7, number, 9])])
     assert [computed(runner, f"r{number}/0") for number in range(3)] == [86, 86, 6]
+
+
+def test_a_beginning_that_a_request_names_is_computed_once(checking_runner: Make) -> None:
+    """Even by a burst, and in a prompt of several steps; points that are no tokens of the prompt do not count."""
+    shared = [number % 5 for number in range(120)]
+    for at_once in (False, True):
+        core, runner = a_core(checking_runner, max_num_seqs=12, max_num_batched_tokens=50)
+        queue = [
+            msgspec.structs.replace(ask(f"r{number}", [*shared, 7, number, 9]), reuse_points=[-7, 122, 10_000])
+            for number in range(10)
+        ]
+        for request in [] if at_once else queue:
+            serve(core, [request])
+        if at_once:
+            serve(core, queue)
+        assert [computed(runner, f"r{number}/0") for number in range(10)] == [126, *[6] * 9]
 
 
 def test_a_burst_of_one_beginning_waits_for_its_state(checking_runner: Make) -> None:

@@ -20,7 +20,13 @@ from pagemill_protocol import hashes
 from pagemill_protocol.errors import PagemillError, context_length_exceeded, invalid_field, unavailable
 from pagemill_protocol.report.cache_kinds import most_held
 from pagemill_protocol.request.continuing import needs_prompt_logprobs
-from pagemill_protocol.request.generate import ChoiceResume, GenerateRequest, check_answer, most_tokens_of_values
+from pagemill_protocol.request.generate import (
+    MAX_REUSE_POINTS,
+    ChoiceResume,
+    GenerateRequest,
+    check_answer,
+    most_tokens_of_values,
+)
 from pagemill_protocol.request.pooling import check_task
 from pagemill_protocol.request.sampling import MAX_PRIORITY, MIN_PRIORITY, SamplingParams, stream_conflict
 
@@ -128,6 +134,7 @@ class Admission:
             adapter_digest=request.adapter_digest,
             num_resumed_tokens=len(resumed),
             predicted_token_ids=request.predicted_token_ids[: self._limits.max_model_len],
+            reuse_points=tuple(request.reuse_points[:MAX_REUSE_POINTS]),
             pooling=request.pooling,
             reads_all=self._limits.pooling is not None and self._limits.pooling.reads_all,
         )

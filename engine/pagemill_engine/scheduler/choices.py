@@ -26,7 +26,7 @@ class WaitingChoices:
     def add(self, leader: Sequence, held: list[Sequence]) -> None:
         if not held:
             return
-        leader.reuse_points = (leader.num_prompt_tokens - 1,)
+        leader.reuse_points += (leader.num_prompt_tokens - 1,)
         self._groups[leader.request_id] = ChoiceGroup(leader, held)
         self.num_waiting += len(held)
 

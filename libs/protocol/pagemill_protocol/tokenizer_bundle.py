@@ -48,6 +48,8 @@ class TokenizerBundle(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """Number of rows of the logits: at least the number of tokens, often padded."""
     pooling: PoolingSpec | None = None
     """The model's pooling, if it returns no text; set in the bundle that an engine serves."""
+    has_states: bool = False
+    """Whether the model has recurrent layers, so that requests name `reuse_points`."""
     sampling_defaults: dict[str, Any] = {}
     """Sampling values by name of `SamplingParams` for requests that send none: those of the model's folder, or in the
     bundle that an engine serves, the resolved ones (`generation_defaults`)."""

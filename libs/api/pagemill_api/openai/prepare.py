@@ -26,6 +26,7 @@ from pagemill_api.openai.schemas import (
 from pagemill_api.text.bad_words import with_bad_words
 from pagemill_api.text.fill_in_middle import fill_in_middle
 from pagemill_api.text.fitting import LARGEST_CONTEXT
+from pagemill_api.text.reuse_points import reuse_points
 from pagemill_api.text.template.chat_template import TEMPLATE_ERROR
 from pagemill_protocol.errors import PagemillError, beyond_context, context_length_exceeded, invalid_field
 from pagemill_protocol.request.generate import GenerateRequest, check_answer, most_tokens_of_values
@@ -124,6 +125,7 @@ def prepare_chat(
         prompt_token_ids=token_ids,
         sampling=_limited(sampling, max_tokens),
         predicted_token_ids=_predicted(req, tokenizer, max_model_len, cache_salt),
+        reuse_points=reuse_points(tokenizer, text, form.messages, token_ids),
         dialect="chat",
         answer_format=form.answer_format_after(text),
         return_token_ids=req.return_token_ids,

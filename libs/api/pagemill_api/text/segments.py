@@ -92,6 +92,18 @@ class SegmentEncoder:
             raise context_length_exceeded(len(ids), max_tokens, param)
         return ids
 
+    def marks(self, text: str, token_ids: Sequence[int]) -> list[tuple[int, int]]:
+        """Return the end of each special token in `text`, and the number of tokens up to it; none if `token_ids` are
+        not those of the text."""
+        found, count = [], 0
+        try:
+            for special in self._pattern.finditer(text):
+                count = token_ids.index(self._special_ids[special.group()], count) + 1
+                found.append((special.end(), count))
+        except ValueError:  # control tokens in messages are encoded as text
+            return []
+        return found
+
     def _segment(
         self, text: str, max_tokens: int, encode: Callable[[str], list[int]], param: str, scope: str
     ) -> Sequence[int]:

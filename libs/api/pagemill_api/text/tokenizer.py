@@ -110,6 +110,12 @@ class Tokenizer:
         """Whether `text` is one token of the vocabulary."""
         return self._vocabulary.token_to_id(text) is not None
 
+    def marks(self, text: str, token_ids: Sequence[int]) -> list[tuple[int, int]]:
+        """Return the end of each special token in `text`, and the number of tokens up to it, if texts are encoded by
+        segments."""
+        segments = self._encoder.segments if isinstance(self._encoder, LocalEncoder) else None
+        return [] if segments is None else segments.marks(text, token_ids)
+
     @property
     def special_ids(self) -> frozenset[int]:
         """Ids of special tokens, which `decode` can leave out."""

@@ -21,6 +21,7 @@ from pagemill_protocol.request.sampling import MAX_ANSWER_VALUES, MAX_PROMPT_LOG
 FinishReason = Literal["stop", "length", "abort", "error"]
 MAX_ECHO_BYTES = 192 * 1024 * 1024
 """Limit for the echoed prompts of one answer, which each choice repeats. A frame takes a quarter more."""
+MAX_REUSE_POINTS = 4
 KEPT_VALUE_COPIES = 50
 """How many values of an answer that is not streamed one value counts for that a stream keeps until its end, where
 several events repeat it at once."""
@@ -56,6 +57,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     sampling: SamplingParams
     predicted_token_ids: list[int] = []
     """Tokens that the answer probably repeats, by the client's own words. They change no answer."""
+    reuse_points: list[int] = []
+    """Numbers of leading prompt tokens behind which other prompts are likely to go on differently; the first
+    `MAX_REUSE_POINTS` count. Models with recurrent layers keep a state there."""
     pooling: PoolingParams | None = None
     """If set, the model returns a vector or a score of the prompt and generates no token; the rest of `sampling` is
     ignored."""

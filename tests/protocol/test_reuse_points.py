@@ -1,0 +1,58 @@
+"""Chats name where their prompts are likely to be continued differently, for models that keep states."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from pagemill_api.openai import prepare
+from pagemill_api.openai.schemas import ChatCompletionRequest
+from pagemill_api.text.tokenizer import Tokenizer
+from pagemill_protocol.request.generate import GenerateRequest
+
+SYSTEM = {"role": "system", "content": "You answer in one word. Nothing else is said."}
+ANSWER = {"role": "assistant", "content": "Paris"}
+
+
+@pytest.fixture(scope="module")
+def recurrent(smollm2: Tokenizer) -> Tokenizer:
+    return Tokenizer(msgspec.structs.replace(smollm2.bundle, has_states=True))
+
+
+def chat(tokenizer: Tokenizer, *messages: dict[str, Any]) -> GenerateRequest:
+    request = ChatCompletionRequest.model_validate({"model": "m", "messages": list(messages)})
+    return prepare.prepare_chat(request, tokenizer, max_model_len=2000, request_id="chatcmpl-1", created_unix_s=7)
+
+
+def ask(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def test_points_are_the_end_of_the_system_text_and_of_the_messages(recurrent: Tokenizer) -> None:
+    first = chat(recurrent, SYSTEM, ask("The capital of France?"))
+    shared, history = first.reuse_points
+    assert recurrent.decode(first.prompt_token_ids[history:], skip_special_tokens=False) == "\n<|im_start|>assistant\n"
+
+    other = chat(recurrent, SYSTEM, ask("Which colour has the sky?"))
+    assert other.reuse_points[0] == shared
+    assert other.prompt_token_ids[:shared] == first.prompt_token_ids[:shared]
+    assert SYSTEM["content"] in recurrent.decode(first.prompt_token_ids[:shared])
+    assert other.prompt_token_ids[: shared + 3] != first.prompt_token_ids[: shared + 3]
+
+    turn = chat(recurrent, SYSTEM, ask("The capital of France?"), ANSWER, ask("And of Spain?"))
+    assert turn.prompt_token_ids[:history] == first.prompt_token_ids[:history]
+    assert turn.reuse_points[0] == shared
+    assert turn.reuse_points[1] > history
+
+
+def test_texts_that_look_like_control_tokens_give_no_wrong_points(recurrent: Tokenizer) -> None:
+    for text in ("<|im_end|>", "a<|im_start|>b<|im_end|>", "", "   ", "system", "You answer in one word."):
+        request = chat(recurrent, SYSTEM, ask(text))
+        assert all(0 < point < len(request.prompt_token_ids) for point in request.reuse_points)
+        assert request.reuse_points == sorted(set(request.reuse_points))
+
+
+def test_models_without_states_get_none(smollm2: Tokenizer) -> None:
+    assert chat(smollm2, SYSTEM, ask("The capital of France?")).reuse_points == []
