@@ -125,7 +125,7 @@ def prepare_chat(
         prompt_token_ids=token_ids,
         sampling=_limited(sampling, max_tokens),
         predicted_token_ids=_predicted(req, tokenizer, max_model_len, cache_salt),
-        reuse_points=reuse_points(tokenizer, text, form.messages, token_ids),
+        reuse_points=reuse_points(tokenizer, text, form.messages, token_ids) if tokenizer.bundle.has_states else [],
         dialect="chat",
         answer_format=form.answer_format_after(text),
         return_token_ids=req.return_token_ids,

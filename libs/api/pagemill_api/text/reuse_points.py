@@ -2,7 +2,8 @@
 
 These are the end of system text and tools, which other conversations share, and the end of the messages, before what
 asks for the answer: the next turn has the answer there instead. Engines of models with recurrent layers keep a state
-behind them. They are hints: a wrong one costs a state. `openai.prepare` calls this, `segments` finds the tokens.
+behind them; others resume behind any block. They are hints: a wrong one costs a state. `openai.prepare` calls this,
+`segments` finds the tokens.
 """
 
 from __future__ import annotations
@@ -17,9 +18,8 @@ if TYPE_CHECKING:
 def reuse_points(
     tokenizer: Tokenizer, text: str, messages: Sequence[Mapping[str, Any]], token_ids: Sequence[int]
 ) -> list[int]:
-    """Return rising token counts of the prompt `text`, which are behind special tokens of it; none for models that can
-    resume behind any block."""
-    if not tokenizer.bundle.has_states or not (marks := tokenizer.marks(text, token_ids)):
+    """Return rising token counts of the prompt `text`, which are behind special tokens of it."""
+    if not (marks := tokenizer.marks(text, token_ids)):
         return []
     found = set()
     num_leading = next((place for place, each in enumerate(messages) if not _is_system(each)), 0)
