@@ -44,6 +44,7 @@ def loaded(name: str, model: str) -> LLM:
     llm = LLM(
         model, tensor_parallel_size=tensor, pipeline_parallel_size=stages, num_threads=THREADS, max_model_len=1024,
         enable_prefix_caching=False,
+        speculative_config={"method": "off"},
     )  # fmt: skip
     seconds = time.monotonic() - started
     followers = [child.pid for child in psutil.Process().children() if "rank_process" in " ".join(child.cmdline())]
