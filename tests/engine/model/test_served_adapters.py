@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from peft_adapters import VOCAB_SIZE, Adapted, Base, write_adapter, write_base
 from safetensors.numpy import load_file, save_file
@@ -266,6 +267,44 @@ def test_a_thousand_swaps_leak_nothing(bases: Any, tmp_path: Path) -> None:
     assert (requests.store.num_loads, len(requests.store.loaded), requests.counts()) == (1006, 2, ([], []))
     assert engine.core.load().num_blocks_active == 0
     engine.core.check_integrity()
+
+
+@pytest.mark.parametrize("number", [40, pytest.param(1000, marks=pytest.mark.full)])
+def test_many_adapters_need_the_memory_of_a_few(number: int, bases: Any, tmp_path: Path) -> None:
+    base = bases("llama")
+    engine = Engine(base, max_loras=4, max_cpu_loras=8, max_num_seqs=16)
+    adapted = write_adapter(base, tmp_path / "0", target_modules=["q_proj"], layers_to_transform=[0])
+    tensors, digests = load_file(adapted.folder / WEIGHTS), []
+    for index in range(number):
+        folder = tmp_path / f"copy {index}"
+        folder.mkdir()
+        (folder / "adapter_config.json").write_bytes((adapted.folder / "adapter_config.json").read_bytes())
+        save_file(
+            {name: value * np.float32(2 ** (index % 3)) + index for name, value in tensors.items()}, folder / WEIGHTS
+        )
+        digests.append(engine.load(adapted._replace(folder=folder)))
+    requests = engine.core.adapters
+    assert requests is not None
+    assert len(set(digests)) == number
+    asked = [digests[(17 * index) % number] for index in range(32)]
+    for index, digest in enumerate(asked):
+        engine.add(f"many-{index}", PROMPTS[index], digest)
+    for index in range(20, 32):  # those that are waited for, some of them loading
+        engine.core.abort(f"many-{index}")
+    answers: dict[str, list[int]] = {f"many-{index}": [] for index in range(32)}
+    most_running = 0
+    while engine.core.has_work:
+        for out in engine.core.step().outputs:
+            assert out.error is None
+            answers[out.request_id] += out.token_ids
+        running, _ = requests.counts()
+        most_running = max(most_running, len(running))
+        assert len(requests.store.loaded) <= 8
+        assert len(running) <= 4
+    assert most_running == 4
+    assert requests.store.loading == []
+    alone = [engine.greedy([PROMPTS[index]], [asked[index]])[0] for index in range(20)]
+    assert [answers[f"many-{index}"] for index in range(20)] == alone
 
 
 def test_prefixes_are_shared_by_requests_of_one_adapter_only(bases: Any, tmp_path: Path) -> None:
