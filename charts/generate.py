@@ -28,6 +28,8 @@ from observability.rules import rules_file
 
 ROOT = Path(__file__).resolve().parents[1]
 CHART = ROOT / "charts" / "pagemill"
+DEFINITIONS = ("llmdeployments.yaml", "loraadapters.yaml")
+"""Files in `crds`, each of which becomes a template."""
 CLI_FILES = ROOT / "cli" / "pagemill" / "up" / "files"
 MARK = "@schema"
 SECTION = "## @section "
@@ -234,8 +236,10 @@ def readme(current: str, rows: list[Row]) -> str:
     return pattern.sub(lambda _: table, current)
 
 
-def crd_template(definition: str) -> str:
-    """Return the CRD as a template: `crds.install` switches it, `crds.keep` and `crds.annotations` annotate it."""
+def crd_template(definition: str, name: str = DEFINITIONS[0]) -> str:
+    """Return the CRD, of the file `name` in `crds`, as a template: `crds.install` switches it, `crds.keep` and
+    `crds.annotations` annotate it.
+    """
     body = re.sub(r"^#.*\n", "", definition).replace("{{", '{{ "{{" }}')
     body = body.replace("metadata:\n", 'metadata:\n{{- include "pagemill.crdAnnotations" . }}\n', 1)
     body = body.replace(
@@ -243,7 +247,7 @@ def crd_template(definition: str) -> str:
         '  labels:\n    {{- include "pagemill.labels" . | nindent 4 }}\n',
         1,
     )
-    note = "{{- /* Generated from crds/llmdeployments.yaml by `python charts/generate.py`; do not edit. */ -}}"
+    note = f"{{{{- /* Generated from crds/{name} by `python charts/generate.py`; do not edit. */ -}}}}"
     return f"{note}\n{{{{- if .Values.crds.install }}}}\n{body}{{{{- end }}}}\n"
 
 
@@ -258,13 +262,15 @@ def outputs() -> dict[Path, str]:
     node = yaml.compose(text, Loader=yaml.SafeLoader)
     assert node is not None
     rows = list(rows_of(node, lines))
-    definition = (ROOT / "crds" / "llmdeployments.yaml").read_text("utf-8")
     rules, pages = rules_file([alert.document() for alert in ALERTS]), all_pages()
     local_rules = rules_file([alert.document() for alert in ALERTS if not alert.needs_operator])
     return {
         CHART / "values.schema.json": values_schema(node, lines),
         CHART / "README.md": readme((CHART / "README.md").read_text("utf-8"), rows),
-        CHART / "templates" / "crds" / "llmdeployments.yaml": crd_template(definition),
+        **{
+            CHART / "templates" / "crds" / name: crd_template((ROOT / "crds" / name).read_text("utf-8"), name)
+            for name in DEFINITIONS
+        },
         CHART / "files" / "rules.yaml": rules,
         **{CHART / "files" / "dashboards" / f"{page.uid}.json": dashboard_json(page) for page in pages},
         CLI_FILES / "rules.yaml": local_rules,

@@ -207,7 +207,20 @@ def model() -> Page:
         ]),
     ]  # fmt: skip
     about = "Latency, batch and KV cache of each model's engines."
-    rows = {"Latency": latency, "Work": work, "KV cache": cache}
+    adapters = [
+        Panel("Adapters", "LoRA adapters of each replica by state, also with requests that run or wait.", "none", [
+            (total(engine("pagemill_engine_adapters"), "model_name", "pod", "state"), "{{pod}} {{state}}")
+        ]),
+        Panel("Loads and evictions of adapters", "Adapters read into memory, and dropped from it for others.", "ops", [
+            (per_second(engine("pagemill_engine_adapter_loads_total"), "model_name"), f"{name} loads"),
+            (per_second(engine("pagemill_engine_adapter_evictions_total"), "model_name"), f"{name} evictions"),
+        ]),
+        Panel("Requests by adapter", "Ended requests for adapters.", "reqps", [
+            (per_second(of_model("pagemill_gateway_adapter_requests_total"), "adapter", "outcome"),
+             "{{adapter}} {{outcome}}"),
+        ]),
+    ]  # fmt: skip
+    rows = {"Latency": latency, "Work": work, "KV cache": cache, "Adapters": adapters}
     return Page("pagemill-model", "Pagemill / Model", about, "pagemill_engine_ready", ENGINES, rows)
 
 

@@ -1,7 +1,8 @@
-"""The custom resource LLMDeployment: the only source of its types, its schema and its YAML.
+"""The custom resources LLMDeployment and LoRAAdapter: the only source of their types, their schemas and their YAML.
 
-`models` holds the resource as strict pydantic models; `schema` and `generate` write the CustomResourceDefinition and
-the reference page from them; `explain` describes fields. The package uses no cluster and no process: the operator does.
+`models` and `adapters` hold the resources as strict pydantic models; `schema` and `generate` write the
+CustomResourceDefinitions and the reference pages from them; `explain` describes fields. The package uses no cluster and
+no process: the operator does.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ KIND = "LLMDeployment"
 PLURAL = "llmdeployments"
 SINGULAR = "llmdeployment"
 SHORT_NAMES = ("llmd",)
+ADAPTER_KIND = "LoRAAdapter"
+ADAPTER_PLURAL = "loraadapters"
+ADAPTER_SINGULAR = "loraadapter"
+ADAPTER_SHORT_NAMES = ("lora",)
 CATEGORY = "pagemill"
 API_VERSION = f"{GROUP}/{VERSION}"
 STORED_API_VERSION = f"{GROUP}/{STORED_VERSION}"

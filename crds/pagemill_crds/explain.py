@@ -11,10 +11,22 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
-from pagemill_crds import API_VERSION, KIND, PLURAL, SHORT_NAMES, SINGULAR
+from pagemill_crds import (
+    ADAPTER_KIND,
+    ADAPTER_PLURAL,
+    ADAPTER_SHORT_NAMES,
+    ADAPTER_SINGULAR,
+    API_VERSION,
+    KIND,
+    PLURAL,
+    SHORT_NAMES,
+    SINGULAR,
+)
+from pagemill_crds.adapters import LoRAAdapter
 from pagemill_crds.schema import structural_schema
 
 RESOURCE_NAMES = (SINGULAR, PLURAL, *SHORT_NAMES)
+ADAPTER_NAMES = (ADAPTER_SINGULAR, ADAPTER_PLURAL, *ADAPTER_SHORT_NAMES)
 
 
 class UnknownField(LookupError):
@@ -64,8 +76,13 @@ class Field:
 
 
 def root() -> Field:
-    """Return the resource itself as a field."""
+    """Return the resource LLMDeployment itself as a field."""
     return Field(SINGULAR, structural_schema(), True)
+
+
+def adapter_root() -> Field:
+    """Return the resource LoRAAdapter itself as a field."""
+    return Field(ADAPTER_SINGULAR, structural_schema(LoRAAdapter), True)
 
 
 def walk(field: Field) -> Iterator[Field]:
@@ -76,14 +93,17 @@ def walk(field: Field) -> Iterator[Field]:
 
 
 def find(path: str) -> Field:
-    """Return the field at a dotted path. `llmd`, `llmdeployments` and a leading `.` are understood too.
+    """Return the field at a dotted path. `llmd`, `llmdeployments` and a leading `.` are understood too; paths of a
+    LoRAAdapter begin with `loraadapter`.
 
     Raises `UnknownField`.
     """
     names = [name.removesuffix("[]") for name in path.strip(".").split(".") if name]
-    if names and names[0].lower() in RESOURCE_NAMES:
-        names = names[1:]
     field = root()
+    if names and names[0].lower() in ADAPTER_NAMES:
+        field = adapter_root()
+    if names and names[0].lower() in (*RESOURCE_NAMES, *ADAPTER_NAMES):
+        names = names[1:]
     for name in names:
         field = _child(field, name)
     return field
@@ -91,7 +111,8 @@ def find(path: str) -> Field:
 
 def describe(field: Field) -> str:
     """Return the text that `pagemill explain` prints for a field."""
-    lines = [f"KIND:     {KIND}", f"VERSION:  {API_VERSION}", "", f"FIELD:    {field.path} <{field.type}>", ""]
+    kind = ADAPTER_KIND if field.path.startswith(ADAPTER_SINGULAR) else KIND
+    lines = [f"KIND:     {kind}", f"VERSION:  {API_VERSION}", "", f"FIELD:    {field.path} <{field.type}>", ""]
     lines += ["DESCRIPTION:", f"    {field.description or 'No description.'}"]
     if field.limits:
         lines += ["", "LIMITS:", *(f"    {limit}" for limit in field.limits)]

@@ -1,7 +1,7 @@
 """Write the files that are generated from the models: `python -m pagemill_crds.generate [--check]`.
 
-`crds/llmdeployments.yaml` is the CustomResourceDefinition, `docs/reference/llmdeployment.md` the reference page. With
-`--check` nothing is written, and the exit code is 1 when a file differs from the models.
+`crds/` has the CustomResourceDefinitions `llmdeployments.yaml` and `loraadapters.yaml`, `docs/reference/` their pages.
+With `--check` nothing is written, and the exit code is 1 when a file differs from the models.
 """
 
 from __future__ import annotations
@@ -14,6 +14,10 @@ from typing import Any
 import yaml
 
 from pagemill_crds import (
+    ADAPTER_KIND,
+    ADAPTER_PLURAL,
+    ADAPTER_SHORT_NAMES,
+    ADAPTER_SINGULAR,
     API_VERSION,
     CATEGORY,
     GROUP,
@@ -24,8 +28,9 @@ from pagemill_crds import (
     SINGULAR,
     STORED_VERSION,
 )
-from pagemill_crds.explain import Field, root, walk
-from pagemill_crds.schema import structural_schema
+from pagemill_crds.adapters import LoRAAdapter
+from pagemill_crds.explain import Field, adapter_root, root, walk
+from pagemill_crds.schema import Schema, structural_schema
 
 ROOT = Path(__file__).resolve().parents[2]
 HEADER = "# Generated from crds/pagemill_crds by `python -m pagemill_crds.generate`; do not edit.\n"
@@ -44,55 +49,84 @@ WIDE_COLUMNS = [
     ("URL", "string", ".status.url", "Base URL of the OpenAI-compatible API."),
 ]
 """Columns that `kubectl get -o wide` adds."""
+ADAPTER_COLUMNS = [
+    ("MODEL", "string", ".spec.name", "Name that clients put into `model`; empty: the name of the resource."),
+    ("DEPLOYMENT", "string", ".spec.deployment", "LLMDeployment whose engines serve it."),
+    ("LOADED", "integer", ".status.loadedReplicas", "Replicas that serve it."),
+    ("REASON", "string", '.status.conditions[?(@.type=="Ready")].reason', "Why it is ready or not."),
+    ("AGE", "date", ".metadata.creationTimestamp", "Time since its creation."),
+]
+ADAPTER_WIDE_COLUMNS = [("SOURCE", "string", ".spec.source", "Location of its weights.")]
 
 
 def custom_resource_definition() -> dict[str, Any]:
-    """Return the CustomResourceDefinition as a plain object."""
+    """Return the CustomResourceDefinition of LLMDeployment as a plain object."""
+    scale = {
+        "specReplicasPath": ".spec.replicas",
+        "statusReplicasPath": ".status.replicas",
+        "labelSelectorPath": ".status.selector",
+    }
+    names = (KIND, PLURAL, SINGULAR, SHORT_NAMES)
+    return _definition(names, structural_schema(), PRINTER_COLUMNS, WIDE_COLUMNS, {"scale": scale})
+
+
+def adapter_definition() -> dict[str, Any]:
+    """Return the CustomResourceDefinition of LoRAAdapter as a plain object."""
+    names = (ADAPTER_KIND, ADAPTER_PLURAL, ADAPTER_SINGULAR, ADAPTER_SHORT_NAMES)
+    return _definition(names, structural_schema(LoRAAdapter), ADAPTER_COLUMNS, ADAPTER_WIDE_COLUMNS, {})
+
+
+Column = tuple[str, str, str, str]
+
+
+def _definition(
+    names_of: tuple[str, str, str, tuple[str, ...]],
+    schema: Schema,
+    columns: list[Column],
+    wide: list[Column],
+    subresources: dict[str, Any],
+) -> dict[str, Any]:
+    kind, plural, singular, short_names = names_of
     names = {
-        "kind": KIND,
-        "listKind": f"{KIND}List",
-        "plural": PLURAL,
-        "singular": SINGULAR,
-        "shortNames": list(SHORT_NAMES),
+        "kind": kind,
+        "listKind": f"{kind}List",
+        "plural": plural,
+        "singular": singular,
+        "shortNames": list(short_names),
         "categories": [CATEGORY],
     }
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",
-        "metadata": {"name": f"{PLURAL}.{GROUP}", "labels": {"app.kubernetes.io/part-of": "pagemill"}},
+        "metadata": {"name": f"{plural}.{GROUP}", "labels": {"app.kubernetes.io/part-of": "pagemill"}},
         "spec": {
             "group": GROUP,
             "names": names,
             "scope": "Namespaced",
             # The schemas are equal, so that changing `apiVersion` is the whole conversion.
             "conversion": {"strategy": "None"},
-            "versions": [_version(name) for name in SERVED_VERSIONS],
+            "versions": [_version(name, schema, columns, wide, subresources) for name in SERVED_VERSIONS],
         },
     }
 
 
-def _version(name: str) -> dict[str, Any]:
+def _version(
+    name: str, schema: Schema, columns: list[Column], wide: list[Column], subresources: dict[str, Any]
+) -> dict[str, Any]:
     return {
         "name": name,
         "served": True,
         "storage": name == STORED_VERSION,
-        "subresources": {
-            "status": {},
-            "scale": {
-                "specReplicasPath": ".spec.replicas",
-                "statusReplicasPath": ".status.replicas",
-                "labelSelectorPath": ".status.selector",
-            },
-        },
+        "subresources": {"status": {}, **subresources},
         "additionalPrinterColumns": [
             {"name": name, "type": kind, "jsonPath": path, "description": description}
-            for name, kind, path, description in PRINTER_COLUMNS
+            for name, kind, path, description in columns
         ]
         + [
             {"name": name, "type": kind, "jsonPath": path, "description": description, "priority": 1}
-            for name, kind, path, description in WIDE_COLUMNS
+            for name, kind, path, description in wide
         ],
-        "schema": {"openAPIV3Schema": structural_schema()},
+        "schema": {"openAPIV3Schema": schema},
     }
 
 
@@ -103,16 +137,18 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-def render_yaml() -> str:
-    """Return the text of `crds/llmdeployments.yaml`."""
-    return HEADER + yaml.dump(custom_resource_definition(), Dumper=_Dumper, sort_keys=False, width=110)
+def render_yaml(definition: dict[str, Any]) -> str:
+    """Return the text of a definition's file in `crds`."""
+    return HEADER + yaml.dump(definition, Dumper=_Dumper, sort_keys=False, width=110)
 
 
 def outputs(root: Path = ROOT) -> dict[Path, str]:
     """Return the text of every generated file by its path."""
     return {
-        root / "crds" / "llmdeployments.yaml": render_yaml(),
+        root / "crds" / "llmdeployments.yaml": render_yaml(custom_resource_definition()),
+        root / "crds" / "loraadapters.yaml": render_yaml(adapter_definition()),
         root / "docs" / "reference" / "llmdeployment.md": reference_page(),
+        root / "docs" / "reference" / "loraadapter.md": adapter_page(),
     }
 
 
@@ -148,14 +184,32 @@ PAGE_HEADER = f"""# {KIND}
 """
 
 
+ADAPTER_PAGE_HEADER = f"""# {ADAPTER_KIND}
+
+<!-- Generated by `python -m pagemill_crds.generate`; do not edit. -->
+
+`{API_VERSION}`, short name `{ADAPTER_SHORT_NAMES[0]}`, category `{CATEGORY}`.{ALSO}
+[How to serve adapters](../how-to/serve-adapters.md). Unknown fields are refused; a `null` is the same as an absent
+field.
+"""
+
+
 def reference_page() -> str:
     """Return the text of `docs/reference/llmdeployment.md`."""
-    sections = [field for field in walk(root()) if field.children]
-    return PAGE_HEADER + "\n" + "\n".join(_section(field) for field in sections)
+    return PAGE_HEADER + _sections(root())
+
+
+def adapter_page() -> str:
+    """Return the text of `docs/reference/loraadapter.md`."""
+    return ADAPTER_PAGE_HEADER + _sections(adapter_root())
+
+
+def _sections(resource: Field) -> str:
+    return "\n" + "\n".join(_section(field) for field in walk(resource) if field.children)
 
 
 def _section(field: Field) -> str:
-    title = field.path.removeprefix("llmdeployment.")
+    title = field.path.removeprefix("llmdeployment.").removeprefix("loraadapter.")
     lines = [f"## {title}", "", field.description, ""]
     lines += ["| Field | Type | Meaning | Limits |", "|---|---|---|---|"]
     lines += [_row(child) for child in field.children]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+from pagemill_crds.base import Section
 from pagemill_crds.models import LLMDeployment
 
 Schema = dict[str, Any]
@@ -31,13 +32,13 @@ _KEPT = (
 
 
 @cache
-def _pydantic_schema() -> Schema:
-    return LLMDeployment.model_json_schema(by_alias=True)
+def _pydantic_schema(resource: type[Section]) -> Schema:
+    return resource.model_json_schema(by_alias=True)
 
 
-def structural_schema() -> Schema:
-    """Return the `openAPIV3Schema` of LLMDeployment."""
-    root = _pydantic_schema()
+def structural_schema(resource: type[Section] = LLMDeployment) -> Schema:
+    """Return the `openAPIV3Schema` of a resource."""
+    root = _pydantic_schema(resource)
     schema = _structural(root, root["$defs"])
     schema["properties"]["metadata"] = {"type": "object"}
     for name in ("apiVersion", "kind"):

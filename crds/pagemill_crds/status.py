@@ -20,12 +20,12 @@ Count = Annotated[int, Field(ge=0)]
 
 
 class Condition(Section):
-    """One observation of the LLMDeployment."""
+    """One observation of the resource."""
 
     # No enumeration: an older schema must keep the conditions of a newer operator.
     type: Annotated[str, Text(316, TYPE_PATTERN)]
-    """Type of the condition: Planned, Scheduled, ModelLoaded, Serving, ScalingActive, SLOMet, FieldsSupported or
-    Ready."""
+    """Type of the condition: of an LLMDeployment Planned, Scheduled, ModelLoaded, Serving, ScalingActive, SLOMet,
+    FieldsSupported or Ready, of a LoRAAdapter Accepted or Ready."""
     status: Literal["True", "False", "Unknown"]
     """Whether the condition holds: True, False or Unknown."""
     observed_generation: Count = 0
@@ -104,6 +104,45 @@ class Start(Section):
     """Time from the creation of the pod until it is ready."""
 
 
+class RefusedAdapter(Section):
+    """A replica that does not serve an adapter."""
+
+    pod: str
+    """Name of the pod."""
+    reason: Annotated[str, Text(1024, REASON_PATTERN)]
+    """Cause, as one CamelCase word."""
+    message: Annotated[str, Text(1024, min_length=0)] = ""
+    """Human-readable cause, with the remedy."""
+
+
+class AdapterReplicas(Section):
+    """The replicas that serve an adapter, as their engines report it. At most 32 of each kind are named."""
+
+    loaded_replicas: Count = 0
+    """Number of replicas that serve the adapter."""
+    loaded: Annotated[list[str], Field(max_length=32)] = Field(default_factory=list)
+    """Names of pods that serve the adapter."""
+    loading: Annotated[list[str], Field(max_length=32)] = Field(default_factory=list)
+    """Names of pods that fetch or read it."""
+    refused: Annotated[list[RefusedAdapter], Field(max_length=32)] = Field(default_factory=list)
+    """Pods that refuse it, and why."""
+
+
+class AdapterSummary(AdapterReplicas):
+    """One LoRA adapter of the deployment, from `spec.model.adapters` or a `LoRAAdapter`."""
+
+    name: str
+    """Name that clients send in `model`."""
+    source: str = ""
+    """Location of its weights."""
+    pinned: bool = False
+    """Whether replicas load it before they are ready."""
+    reason: str = ""
+    """Why no engine is asked to serve it, as one CamelCase word, such as `NameConflict`; empty: all are."""
+    message: str = ""
+    """Human-readable cause, with the remedy."""
+
+
 class LLMDeploymentStatus(Section):
     """Observed state of the LLMDeployment."""
 
@@ -123,6 +162,14 @@ class LLMDeploymentStatus(Section):
     """Base URL of the OpenAI-compatible API."""
     plan: PlanSummary | None = None
     """Result of planning the spec."""
+    adapters: Annotated[
+        list[AdapterSummary],
+        Field(
+            max_length=1024,
+            json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
+        ),
+    ] = Field(default_factory=list)
+    """LoRA adapters that the engines are asked to serve, and the replicas that do. Gateways serve these."""
     load: LoadSummary | None = None
     """Load, rounded to coarse steps."""
     last_scaling: Scaling | None = None

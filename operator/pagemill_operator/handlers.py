@@ -14,7 +14,7 @@ from typing import Any
 import kopf
 
 from pagemill_kube.kinds import Kind
-from pagemill_operator.backends.kubernetes.kinds import POD, WATCHED_KINDS
+from pagemill_operator.backends.kubernetes.kinds import CHILD_KINDS, POD, WATCHED_KINDS
 from pagemill_operator.backends.kubernetes.snapshot import MANAGED_BY_LABEL, NAME_LABEL, Manifest
 from pagemill_operator.config import OperatorConfig
 
@@ -95,7 +95,7 @@ def build_settings(config: OperatorConfig) -> kopf.OperatorSettings:
     settings.queueing.idle_timeout = 0.5
     settings.persistence.diffbase_storage = _NoDiffs()
     settings.persistence.progress_storage = _NoProgress()
-    for kind in WATCHED_KINDS[1:]:
+    for kind in (POD, *CHILD_KINDS):
         settings.watching.label_selectors[kind.group, kind.version, kind.plural] = _selector(kind, config)
     return settings
 

@@ -197,18 +197,23 @@ def test_only_pods_that_use_the_api_server_get_a_token(rendered: Any) -> None:
     assert all(each["automountServiceAccountToken"] is False for each in rendered.all("ServiceAccount"))
 
 
-def test_the_crd_is_that_of_the_models(variant: Callable[[str], Any]) -> None:
-    crd = variant("anonymous").one("CustomResourceDefinition")
-    assert crd["spec"] == yaml.safe_load((ROOT / "crds" / "llmdeployments.yaml").read_text())["spec"]
-    assert crd["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
+def test_the_crds_are_those_of_the_models(variant: Callable[[str], Any]) -> None:
+    for crd, plural in zip(
+        variant("anonymous").all("CustomResourceDefinition"), ("llmdeployments", "loraadapters"), strict=True
+    ):
+        assert crd["spec"] == yaml.safe_load((ROOT / "crds" / f"{plural}.yaml").read_text())["spec"]
+        assert crd["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
 
 
 def test_the_crd_can_be_left_out_or_kept(variant: Callable[[str], Any]) -> None:
     assert variant("namespaced").all("CustomResourceDefinition") == []
-    assert "annotations" not in variant("single").one("CustomResourceDefinition")["metadata"]
-    annotated = variant("everything").one("CustomResourceDefinition")["metadata"]["annotations"]
-    assert annotated["argocd.argoproj.io/sync-options"] == "ServerSideApply=true"
-    assert annotated["helm.sh/resource-policy"] == "keep"
+    kept, annotated = (variant(each).all("CustomResourceDefinition") for each in ("single", "everything"))
+    assert all("annotations" not in each["metadata"] for each in kept)
+    assert len(kept) == len(annotated) == 2
+    for each in annotated:
+        annotations = each["metadata"]["annotations"]
+        assert annotations["argocd.argoproj.io/sync-options"] == "ServerSideApply=true"
+        assert annotations["helm.sh/resource-policy"] == "keep"
 
 
 def test_administrators_of_namespaces_may_grant_what_the_chart_grants(variant: Callable[[str], Any]) -> None:

@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 from cel import evaluate
 
-from pagemill_operator.backends.kubernetes.kinds import CHILD_KINDS, LLM_DEPLOYMENT, POD, POD_MONITOR, WATCHED_KINDS
+from pagemill_operator.backends.kubernetes.kinds import (
+    CHILD_KINDS,
+    LLM_DEPLOYMENT,
+    LORA_ADAPTER,
+    POD,
+    POD_MONITOR,
+    WATCHED_KINDS,
+)
 
 Variant = Callable[[str], Any]
 Render = Callable[..., Any]
@@ -50,6 +57,8 @@ def test_the_operator_has_the_rights_for_its_kinds(variant: Variant) -> None:
         (POD_MONITOR.group, POD_MONITOR.plural): CHILD_VERBS - {"watch"},
         (LLM_DEPLOYMENT.group, LLM_DEPLOYMENT.plural): READ,
         (LLM_DEPLOYMENT.group, f"{LLM_DEPLOYMENT.plural}/status"): {"patch"},
+        (LORA_ADAPTER.group, LORA_ADAPTER.plural): READ,
+        (LORA_ADAPTER.group, f"{LORA_ADAPTER.plural}/status"): {"patch"},
         (POD.group, POD.plural): READ | {"patch"},
         (POD.group, f"{POD.plural}/log"): {"get"},
         ("", "events"): {"create", "patch"},
@@ -62,7 +71,8 @@ def test_by_default_no_cluster_role_may_read_secrets(variant: Variant) -> None:
     opened = {
         resource for role in default.all("ClusterRole") for rule in role["rules"] for resource in rule["resources"]
     }
-    assert opened == {"llmdeployments", "llmdeployments/status", "llmdeployments/scale"}, "the roles of users"
+    of_deployments = {"llmdeployments", "llmdeployments/status", "llmdeployments/scale"}
+    assert opened == of_deployments | {"loraadapters", "loraadapters/status"}, "the roles of users"
     assert default.all("ClusterRoleBinding") == []
     assert {each["metadata"]["namespace"] for each in default.all("Role")} == {"pagemill-system", "default"}
     (here,) = [

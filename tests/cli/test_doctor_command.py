@@ -13,12 +13,13 @@ from typer.testing import CliRunner
 
 from pagemill.main import app
 from pagemill_crds import VERSION
-from pagemill_crds.generate import custom_resource_definition
+from pagemill_crds.generate import adapter_definition, custom_resource_definition
 from pagemill_operator.backends.local.state_dir import StateDir
 from pagemill_protocol import metrics
 
 CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 OUR_CRD = f"{CRDS}/llmdeployments.pagemill.dev"
+ADAPTER_CRD = f"{CRDS}/loraadapters.pagemill.dev"
 POD_MONITORS = f"{CRDS}/podmonitors.monitoring.coreos.com"
 DEPLOYMENTS = "/apis/apps/v1/deployments"
 MONITORING = "/apis/monitoring.coreos.com/v1"
@@ -187,6 +188,7 @@ def cluster(answers: Any) -> Any:
     answers.by_path |= {
         "/version": {"gitVersion": "v1.33.1"},
         OUR_CRD: custom_resource_definition(),
+        ADAPTER_CRD: adapter_definition(),
         MY_REVIEW: allowed,
         REVIEW: allowed,
         "/api/v1/nodes": {
@@ -262,6 +264,12 @@ def test_a_crd_of_another_version_is_reported(cluster: Any, kubeconfig: Path) ->
     code, found = findings("--kubeconfig", kubeconfig)
     assert code == 1
     assert "it lacks spec.cost, spec.cost.gpuHour" in found["CRD"]["message"]
+
+
+def test_a_missing_crd_of_adapters_is_reported(cluster: Any, kubeconfig: Path) -> None:
+    del cluster.by_path[ADAPTER_CRD]
+    code, found = findings("--kubeconfig", kubeconfig)
+    assert (code, found["CRD"]["message"]) == (1, "loraadapters.pagemill.dev is not installed")
 
 
 def test_a_crd_without_the_version_of_the_manifests_is_reported(cluster: Any, kubeconfig: Path) -> None:

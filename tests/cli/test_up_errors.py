@@ -44,7 +44,7 @@ def test_all_errors_of_all_documents_and_files_are_reported_at_once(write: Write
         "a.yaml:7: spec.engine.maxModelLn: unknown field; did you mean maxModelLen?",
         'a.yaml:8: spec.engine.dtype: "Float32" is not one of auto, float32, bfloat16, float16; did you mean float32?',
         "a.yaml:9: spec.replicas: must be at least 0, not -1",
-        'a.yaml:11: kind: "Service" is not supported; only pagemill.dev/v1beta1 LLMDeployment is',
+        'a.yaml:11: kind: "Service" is not supported; only LLMDeployment and LoRAAdapter of pagemill.dev/v1beta1 are',
         f"a.yaml:16: spec.model.source: `ftp://x` has the unknown scheme `ftp`. {forms()}",
         'b.yaml:6: spec.replicas: must be an integer, not "2"; remove the quotes',
     ]
@@ -224,7 +224,7 @@ def test_for_any_invalid_field_the_problems_of_all_others_are_reported(write: Wr
         assert others <= reported, (path, others - reported)
 
 
-BESIDE_GPUS = {"spec.engine.tensorParallel", "spec.engine.pipelineParallel"}
+BESIDE_GPUS = {"spec.engine.tensorParallel", "spec.engine.pipelineParallel", "spec.model.adapters"}
 """Fields that are problems where there are GPUs, so that `spec.resources` must be readable."""
 FULL_OF_PROBLEMS = f"""
 {HEAD}

@@ -37,6 +37,14 @@ def llmd(name: str, *, created: int = 0, planned: dict[str, Any] | None = None, 
     return msgspec.json.decode(msgspec.json.encode(raw), type=WatchedDeployment)
 
 
+def test_the_adapters_of_a_deployment_are_those_that_its_operator_accepted() -> None:
+    adapters = [{"name": "sql", "loaded": ["pod"]}, {"name": "taken", "reason": "NameConflict"}]
+    served = llmd("a")
+    status = msgspec.convert({"adapters": adapters}, type(served.status))
+    (model,) = build_catalog([msgspec.structs.replace(served, status=status)], [], KEYS).models
+    assert model.adapters == ["sql"]
+
+
 def pod(uid: str, address: str, **conditions: bool) -> dict[str, Any]:
     return {"addresses": [address], "conditions": conditions, "targetRef": {"kind": "Pod", "name": uid, "uid": uid}}
 

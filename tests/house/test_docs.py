@@ -130,13 +130,15 @@ def test_python_blocks_compile() -> None:
 
 
 def test_yaml_blocks_are_valid_resources() -> None:
+    from pagemill_crds.adapters import LoRAAdapter
     from pagemill_crds.models import LLMDeployment
 
     found = list(blocks("yaml"))
     assert found
     for block in found:
         for document in yaml.safe_load_all(block.text):
-            LLMDeployment.model_validate(document)
+            resource = LoRAAdapter if document["kind"] == "LoRAAdapter" else LLMDeployment
+            resource.model_validate(document)
 
 
 def test_curl_bodies_are_valid_requests() -> None:
@@ -190,6 +192,7 @@ def test_decisions_are_numbered_and_listed() -> None:
 
 @pytest.mark.parametrize("example", sorted((ROOT / "examples").rglob("*.yaml")), ids=name)
 def test_examples_are_valid_and_can_be_planned(example: Path) -> None:
+    from pagemill_crds.adapters import LoRAAdapter
     from pagemill_crds.models import LLMDeployment
     from pagemill_operator.plan.planner import make_plan
 
@@ -198,6 +201,9 @@ def test_examples_are_valid_and_can_be_planned(example: Path) -> None:
         # test_external_scaling checks the other objects.
         found = [each for each in found if each.get("kind") == "LLMDeployment"]
     for document in found:
+        if document["kind"] == "LoRAAdapter":
+            assert LoRAAdapter.model_validate(document).name
+            continue
         assert make_plan(LLMDeployment.model_validate(document)).key
 
 

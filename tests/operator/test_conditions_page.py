@@ -12,7 +12,12 @@ from observed_world import CONDITION_TYPES
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "reference" / "conditions.md"
 OPERATOR = ROOT / "operator" / "pagemill_operator"
-DECIDING = [OPERATOR / "status" / "conditions.py", *(OPERATOR / "backends" / "kubernetes" / "observe").glob("*.py")]
+DECIDING = [
+    OPERATOR / "status" / "conditions.py",
+    OPERATOR / "plan" / "adapters.py",
+    OPERATOR / "controller" / "reporting" / "adapter_statuses.py",
+    *(OPERATOR / "backends" / "kubernetes" / "observe").glob("*.py"),
+]
 RAISING = [path for package in ("engine/pagemill_engine", "libs") for path in (ROOT / package).rglob("*.py")]
 ERRORS = (
     "AdapterError",
@@ -97,5 +102,5 @@ def test_the_page_lists_every_reason() -> None:
 def test_the_page_lists_no_reason_that_is_never_set() -> None:
     rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| `")]
     listed = {reason for row in rows for reason in re.findall(r"`([A-Z][A-Za-z]+)`", row.split("|")[1])}
-    plain = {"Unauthorized", "Unschedulable", "Forbidden"}
+    plain = {"Unauthorized", "Unschedulable", "Forbidden", "Loading"}
     assert listed - set(CONDITION_TYPES) - plain - set(_given()) == set()

@@ -173,7 +173,8 @@ def test_generation_defaults_reach_the_engine(deployment: Make) -> None:
         ),
         ({"resources__gpus": 2, "engine__tensorParallel": 2}, "spec.resources.gpus"),
         ({"resources__gpus": 1, "engine__deterministic": True}, "spec.engine.deterministic"),
-        ({"model__adapters": [{"name": "a", "source": "hf://a/b"}]}, "spec.model.adapters"),
+        ({"resources__gpus": 1, "model__adapters": [{"name": "a", "source": "hf://a/b"}]}, "spec.model.adapters"),
+        ({"resources__gpus": 1, "engine__lora": {}}, "spec.engine.lora"),
         (
             {"engine__env": [{"name": "A", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}}]},
             "spec.engine.env[0].valueFrom",
@@ -194,6 +195,28 @@ def test_a_model_is_divided_among_processes_of_a_pod_without_gpus(deployment: Ma
     assert (plan.problems, plan.ignored) == ((), ())
     assert (settings.engine.tensor_parallel_size, settings.engine.pipeline_parallel_size) == (2, 3)
     assert (settings.engine.num_threads, settings.engine.num_ranks, plan.groups[0].pods_per_replica) == (6, 6, 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "places"),
+    [
+        ({"model__adapters": [{"name": "a", "source": "hf://a/b"}]}, (1, 16, None)),
+        ({"engine__lora": {"maxLoras": 3, "maxLoraRank": 8, "maxCpuLoras": 9}}, (3, 8, 9)),
+    ],
+)
+def test_places_of_adapters_reach_the_engine_and_adapters_change_no_replica(
+    deployment: Make, changes: dict[str, Any], places: tuple[int, int, int | None]
+) -> None:
+    plan = make_plan(deployment(**changes))
+    content = plan.groups[0].process.settings
+    engine = msgspec.json.decode(msgspec.json.encode(content), type=Settings, strict=True).engine
+    assert (plan.problems, plan.serves_adapters, engine.enable_lora) == ((), True, True)
+    assert (engine.max_loras, engine.max_lora_rank, engine.max_cpu_loras) == places
+    listed = {"model__adapters": [{"name": "b", "source": "hf://a/c", "pinned": True}]}
+    other = make_plan(deployment(**{**changes, **listed}))
+    assert other.groups[0].digest == plan.groups[0].digest
+    assert [(each.name, each.pinned) for each in other.adapters] == [("b", True)]
+    assert not make_plan(deployment()).serves_adapters
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])

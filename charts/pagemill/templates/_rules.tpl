@@ -2,10 +2,10 @@
 
 {{- define "pagemill.operatorRules" -}}
 - apiGroups: [pagemill.dev]
-  resources: [llmdeployments]
+  resources: [llmdeployments, loraadapters]
   verbs: [list, watch]
 - apiGroups: [pagemill.dev]
-  resources: [llmdeployments/status]
+  resources: [llmdeployments/status, loraadapters/status]
   verbs: [patch]
 # Children of LLMDeployments. RBAC cannot limit token Secrets by name; the admission policy does.
 - apiGroups: [""]
@@ -47,6 +47,7 @@
     - deployments
     - jobs
     - llmdeployments
+    - loraadapters
     - networkpolicies
     - persistentvolumeclaims
     - poddisruptionbudgets

@@ -7,10 +7,10 @@ from importlib.metadata import version
 from typing import Any
 
 from pagemill.doctor.findings import CheckResult, ok
-from pagemill_crds.generate import custom_resource_definition
+from pagemill_crds.generate import adapter_definition, custom_resource_definition
 from pagemill_kube.client import Client
 from pagemill_kube.errors import ApiError
-from pagemill_operator.backends.kubernetes.kinds import LLM_DEPLOYMENT
+from pagemill_operator.backends.kubernetes.kinds import LLM_DEPLOYMENT, LORA_ADAPTER
 
 CRD = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 PART_OF_SELECTOR = "app.kubernetes.io/part-of=pagemill"
@@ -24,6 +24,7 @@ RIGHTS = (("list", LLM_DEPLOYMENT.group, "llmdeployments", ""), ("get", "", "pod
 OPERATOR_RIGHTS = (
     ("watch", LLM_DEPLOYMENT.group, "llmdeployments", ""),
     ("patch", LLM_DEPLOYMENT.group, "llmdeployments", "status"),
+    ("patch", LORA_ADAPTER.group, "loraadapters", "status"),
     ("patch", "apps", "deployments", ""),
     ("patch", "", "services", ""),
 )
@@ -47,20 +48,23 @@ async def look_at_cluster(client: Client, context: str) -> list[CheckResult]:
 
 
 async def crd(client: Client) -> AsyncIterator[CheckResult]:
-    name = f"{LLM_DEPLOYMENT.plural}.{LLM_DEPLOYMENT.group}"
+    found = [await _definition(client, ours) for ours in (custom_resource_definition(), adapter_definition())]
+    faults = [each for each in found if each.level != "ok"]
+    yield faults[0] if faults else found[0]
+
+
+async def _definition(client: Client, ours: dict[str, Any]) -> CheckResult:
+    name = ours["metadata"]["name"]
     installed = await _find(client, f"{CRD}/{name}")
     if installed is None:
-        yield CheckResult("error", "CRD", f"{name} is not installed", INSTALL)
-        return
-    ours = custom_resource_definition()
+        return CheckResult("error", "CRD", f"{name} is not installed", INSTALL)
     missing = [f"the version {name}" for name in sorted(_served(ours) - _served(installed))]
     missing += sorted(_fields(ours) - _fields(installed))
     if missing:
         shown = ", ".join(missing[:5])
-        apply = "apply crds/llmdeployments.yaml of this version; Helm does it with crds.install"
-        yield CheckResult("error", "CRD", f"{name} is from another version: it lacks {shown}", apply)
-        return
-    yield ok("CRD", f"{name} has all fields of this version")
+        apply = f"apply crds/{ours['spec']['names']['plural']}.yaml of this version; Helm does it with crds.install"
+        return CheckResult("error", "CRD", f"{name} is from another version: it lacks {shown}", apply)
+    return ok("CRD", f"{name} has all fields of this version")
 
 
 def _served(definition: dict[str, Any]) -> set[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,8 @@ from pydantic import ValidationError
 
 from pagemill.up.documents import Document, DocumentError, FieldPath, read_documents
 from pagemill.up.messages import finding_at, findings_of, show
-from pagemill_crds import API_VERSION, KIND
+from pagemill_crds import ADAPTER_KIND, API_VERSION, KIND
+from pagemill_crds.adapters import LoRAAdapter
 from pagemill_crds.base import RULES_ERROR, forbidden_changes
 from pagemill_crds.invalid import NotValid
 from pagemill_crds.models import LLMDeployment
@@ -21,8 +22,10 @@ from pagemill_crds.partial import broken_rules, read_partially
 from pagemill_models.sources import SourceError, find_kind, in_full, is_fetched, resolve_source
 from pagemill_models.spec.model_files import load_model_spec
 from pagemill_operator.plan import Plan, Problem, make_plan
+from pagemill_operator.plan.adapters import AdapterClaim, ClaimedAdapters
 from pagemill_operator.plan.planner import name_conflicts, partial_problems
 from pagemill_operator.plan.support import Backend
+from pagemill_protocol.report.adapters import WantedAdapter
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,7 @@ class LoadResult:
 
     loaded: list[Loaded] = field(default_factory=list)
     findings: list[DocumentError] = field(default_factory=list)
+    adapters: list[tuple[Document, LoRAAdapter]] = field(default_factory=list)
 
     @property
     def plans(self) -> list[Plan]:
@@ -85,6 +89,7 @@ def load_files(paths: Sequence[Path], previous: Sequence[Loaded] = (), *, backen
         result.findings += findings
         for document in documents:
             read += _load_document(document, result, backend)
+    result.findings += _place_adapters(result)
     result.findings += _duplicates(read)
     result.findings += _conflicts(read)
     result.findings += _forbidden_changes(read, previous)
@@ -96,6 +101,12 @@ def _load_document(document: Document, result: LoadResult, backend: Backend) -> 
     wrong_kind = _wrong_kind(document)
     if wrong_kind:
         result.findings.append(wrong_kind)
+        return
+    if document.value.get("kind") == ADAPTER_KIND:
+        try:
+            result.adapters.append((document, LoRAAdapter.model_validate(document.value)))
+        except ValidationError as error:
+            result.findings += findings_of(document, error.errors(include_url=False))
         return
     try:
         deployment = LLMDeployment.model_validate(document.value)
@@ -126,8 +137,9 @@ def _wrong_kind(document: Document) -> DocumentError | None:
         message = f"must be a mapping with apiVersion, kind, metadata and spec, not {show(value)}"
         return DocumentError(document.file, document.line, "", message)
     kind = value.get("kind")
-    if isinstance(kind, str) and kind != KIND and not get_close_matches(kind.lower(), [KIND.lower()], cutoff=0.8):
-        message = f"{show(kind)} is not supported; only {API_VERSION} {KIND} is"
+    kinds = [each.lower() for each in (KIND, ADAPTER_KIND)]
+    if isinstance(kind, str) and not get_close_matches(kind.lower(), kinds, cutoff=0.8):
+        message = f"{show(kind)} is not supported; only {KIND} and {ADAPTER_KIND} of {API_VERSION} are"
         return DocumentError(document.file, document.line_of(("kind",)), "kind", message)
     return None
 
@@ -148,6 +160,37 @@ def _model_problems(deployment: LLMDeployment) -> Iterator[Problem]:
         if wanted is not None and wanted > limit:
             message = f"{wanted} is more than the model's {limit}; lower it to {limit}"
             yield Problem("spec.engine.maxModelLen", wanted, message)
+
+
+def _place_adapters(result: LoadResult) -> Iterator[DocumentError]:
+    """Add the LoRAAdapters to the plans of their deployments; yield the conflicts. Earlier documents count as older."""
+    claimed = ClaimedAdapters()
+    for number, item in enumerate(result.loaded):
+        key = item.plan.key
+        claims = [AdapterClaim(key, each, f"{number:08}") for each in item.plan.adapters]
+        claimed.name_models(key, item.plan.names)
+        claimed.claim(KIND, key, claims)
+    for number, (document, adapter) in enumerate(result.adapters, len(result.loaded)):
+        key = f"{adapter.metadata.namespace}/{adapter.spec.deployment}"
+        wanted = WantedAdapter(name=adapter.name, source=adapter.spec.source, pinned=adapter.spec.pinned)
+        claim = AdapterClaim(key, wanted, f"{number:08}", adapter.metadata.name)
+        claimed.claim(ADAPTER_KIND, f"{adapter.metadata.namespace}/{adapter.metadata.name}", [claim])
+        plan = next((item.plan for item in result.loaded if item.plan.key == key), None)
+        if plan is None:
+            yield _finding(
+                document, Problem("spec.deployment", key, f"no file has the {KIND} {key}; add it, or correct this")
+            )
+        elif not plan.serves_adapters:
+            message = f"{key} has no places for adapters; set its spec.engine.lora"
+            yield _finding(document, Problem("spec.deployment", key, message))
+        elif refusal := claimed.refusal(claim):
+            yield _finding(document, Problem("spec.name", adapter.name, refusal.message))
+    for index, item in enumerate(result.loaded):
+        for claim, refusal in claimed.of(item.plan.key):
+            if refusal is not None and not claim.resource:
+                problem = Problem("spec.model.adapters", claim.wanted.name, f"{claim.wanted.name}: {refusal.message}")
+                yield _finding(item.document, problem)
+        result.loaded[index] = replace(item, plan=replace(item.plan, adapters=claimed.wanted(item.plan.key)))
 
 
 def _duplicates(read: list[Read]) -> Iterator[DocumentError]:
@@ -195,7 +238,11 @@ def describe_changes(before: Sequence[Loaded], after: Sequence[Loaded]) -> list[
     lines = [f"{item.plan.name}: removed" for key, item in old.items() if key not in new]
     lines += [f"{item.plan.name}: added" for key, item in new.items() if key not in old]
     for key in old.keys() & new.keys():
-        lines += _changed_fields(old[key], new[key])
+        changed = [*_changed_fields(old[key], new[key])]
+        if not changed and old[key].plan.adapters != new[key].plan.adapters:
+            names = [", ".join(each.name for each in item[key].plan.adapters) or "none" for item in (old, new)]
+            changed = [f"{new[key].plan.name}: adapters: {names[0]} -> {names[1]}"]
+        lines += changed
     return lines
 
 

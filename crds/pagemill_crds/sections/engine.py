@@ -96,6 +96,28 @@ class EnvVar(Section):
     )
 
 
+class LoRA(Section):
+    """Places of LoRA adapters in each engine. Engines with this section serve adapters, those with none do not; absent,
+    they serve adapters if `spec.model.adapters` lists some."""
+
+    max_loras: Annotated[int, Field(ge=1, le=256)] = 1
+    """Number of adapters that one step may use; requests for others wait."""
+    max_lora_rank: Annotated[int, Field(ge=1, le=512)] = 16
+    """Largest rank of an adapter. Memory is reserved for adapters of this rank."""
+    max_cpu_loras: Annotated[int, Field(ge=1, le=4096)] | None = None
+    """Number of adapters that stay in memory; others are loaded again when they are asked for. When absent,
+    `maxLoras`."""
+
+    rules: ClassVar[tuple[SectionRule, ...]] = (
+        SectionRule(
+            "maxCpuLoras",
+            "maxCpuLoras must be at least maxLoras: raise it, or lower maxLoras",
+            "!has(self.maxCpuLoras) || self.maxCpuLoras >= self.maxLoras",
+            lambda e: e.max_cpu_loras is None or e.max_cpu_loras >= e.max_loras,
+        ),
+    )
+
+
 class EngineSection(Section):
     """Settings of the inference engine: precision, context length, batch size and KV cache."""
 
@@ -131,6 +153,9 @@ class EngineSection(Section):
     """Whether answers are bitwise equal regardless of the other requests in a batch. Reduces speed."""
     speculative: Speculative | None = None
     """Speculative decoding; when absent, method `auto` with up to 8 tokens."""
+    lora: LoRA | None = None
+    """Places of LoRA adapters in each engine; when absent, one adapter of rank 16 at a time if `spec.model.adapters`
+    lists some, otherwise none."""
     tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
     """Number of parts that share each layer: attention heads, inner units and vocabulary. On CPUs they are processes of
     the pod, among which its cores are divided; with `resources.gpus` this version supports 1, and a larger number

@@ -54,7 +54,9 @@ class Adapter(Section):
     name: ModelName
     """Name by which clients request the adapter."""
     source: Source
-    """Location of the LoRA weights, with the schemes of `spec.model.source`."""
+    """Location of the LoRA weights: a folder as PEFT writes it, with the schemes of `spec.model.source`."""
+    pinned: bool = False
+    """Whether replicas load the adapter before they are ready, and keep it in memory."""
 
 
 class Cache(Section):
@@ -150,7 +152,9 @@ class ModelSection(Section):
             json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
         ),
     ] = Field(default_factory=list)
-    """LoRA adapters to serve with the model. Reserved: setting the field results in `Planned=False` in this version."""
+    """LoRA adapters to serve beside the model. The resource `LoRAAdapter` adds one without a change of this resource. A
+    change of the list restarts no replica, but without `spec.engine.lora` the first entry does, and the end of the last
+    one."""
     cache: Cache | None = None
     """Where downloaded weights are kept; when absent, each pod downloads to its own disk."""
 

@@ -19,7 +19,7 @@ from pagemill_kube.client import Client
 from pagemill_kube.credentials import Credentials
 from pagemill_kube.errors import ApiError, Unreachable
 from pagemill_kube.kinds import Kind
-from pagemill_operator.backends.kubernetes.kinds import LLM_DEPLOYMENT, SECRET, WATCHED_KINDS
+from pagemill_operator.backends.kubernetes.kinds import LLM_DEPLOYMENT, LORA_ADAPTER, SECRET, WATCHED_KINDS
 from pagemill_operator.backends.kubernetes.snapshot import FIELD_MANAGER, Manifest
 from pagemill_operator.config import OperatorConfig
 from pagemill_operator.controller.leading.leader import Leader
@@ -144,18 +144,22 @@ class Operator:
             raise RuntimeError("the watches have ended")
 
     async def _wait_for_definition(self) -> None:
-        """Wait until the CRD is installed: kopf looks for the kind only once, when it starts."""
+        """Wait until the CRDs are installed: kopf looks for the kinds only once, when it starts."""
         self.health.starting = f"the CustomResourceDefinition of {LLM_DEPLOYMENT.name} is not installed"
         path = f"/apis/{LLM_DEPLOYMENT.group}/{LLM_DEPLOYMENT.version}"
         is_logged = False
         while True:
             try:
-                await self.client.get(path)
-                return
+                installed = {each["name"] for each in (await self.client.get(path)).get("resources", [])}
+                missing = [kind for kind in (LLM_DEPLOYMENT, LORA_ADAPTER) if kind.plural not in installed]
+                if not missing:
+                    return
+                self.health.starting = f"the CustomResourceDefinition of {missing[0].name} is not installed"
+                raise Unreachable(f"{missing[0].name} is not served")
             except (ApiError, Unreachable) as error:
                 if not is_logged:
                     logger.warning(
-                        "waiting for %s: %s; install the CustomResourceDefinition of the Helm chart", path, error
+                        "waiting for %s: %s; install the CustomResourceDefinitions of the Helm chart", path, error
                     )
                     is_logged = True
             await asyncio.sleep(POLL_S)

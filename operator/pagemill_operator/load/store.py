@@ -31,7 +31,8 @@ class _Report(NamedTuple):
         engines, queue, pods = self.load.engines, self.load.queue, self.load.pods
         usage = round(100 * engines.kv_cache_usage)
         counts = (usage, engines.num_requests_running, engines.num_requests_waiting, pods.ready, queue.num_requests)
-        return *counts, pods.asleep, *self.load.unused_settings
+        adapters = [(each.id, *each.adapters) for each in self.load.replicas if each.adapters]
+        return *counts, pods.asleep, *self.load.unused_settings, *adapters
 
 
 class LoadStore:

@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 from pagemill_crds.models import LLMDeployment
-from pagemill_crds.sections.engine import Speculative
+from pagemill_crds.sections.engine import LoRA, Speculative
 from pagemill_crds.sections.model import GenerationDefaultsSection
 from pagemill_models.sources import in_full
 from pagemill_protocol.engine_ports import CONTROL_PORT, DATA_PORT
@@ -47,8 +47,16 @@ def engine_settings(deployment: LLMDeployment) -> dict[str, Any]:
         "tool_call_parser": _unless_auto(model.tool_call_parser),
         "reasoning_parser": _unless_auto(model.reasoning_parser),
         "speculative": _speculative(engine.speculative),
+        **_adapter_settings(engine.lora, bool(model.adapters)),
     }
     return settings | {name: value for name, value in optional.items() if value is not None}
+
+
+def _adapter_settings(section: LoRA | None, lists_adapters: bool) -> dict[str, Any]:
+    """Return the places of adapters; the backend adds the path of the file that lists them."""
+    if section is None and not lists_adapters:
+        return {}
+    return {"enable_lora": True, **(section or LoRA()).model_dump(by_alias=False)}
 
 
 def _defaults(defaults: GenerationDefaultsSection | None) -> dict[str, float] | None:

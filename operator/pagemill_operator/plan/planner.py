@@ -28,6 +28,7 @@ from pagemill_operator.plan.types import (
     SecretKey,
 )
 from pagemill_protocol.engine_ports import CONTROL_PORT, DATA_PORT
+from pagemill_protocol.report.adapters import WantedAdapter
 from pagemill_protocol.resource.quantities import cpu_cores, duration_seconds, memory_bytes
 from pagemill_protocol.resource.served import Claimant, ServedModel, WatchedSpec, name_owners, served_model
 
@@ -53,6 +54,9 @@ def make_plan(deployment: LLMDeployment, backend: Backend = "local") -> Plan:
         cache=_model_cache(spec.model.cache),
         gpu_hour_price=spec.cost.gpu_hour if spec.cost else None,
         credentials=_secret_key(spec.model.credentials_secret_ref),
+        adapters=tuple(
+            WantedAdapter(name=each.name, source=each.source, pinned=each.pinned) for each in spec.model.adapters
+        ),
         problems=tuple(problems),
         ignored=tuple(find_ignored(spec, backend, settings)),
         notes=tuple(find_notes(spec, backend)),

@@ -23,7 +23,14 @@ SETTINGS_PATH, TOKEN_PATH, MODEL_PATH = "/etc/pagemill", "/var/run/secrets/pagem
 KERNELS_PATH, KERNELS_VOLUME = "/var/cache/pagemill/kernels", "kernels"
 """Path of the engine's compiled kernels, and the folder of the model's volume that holds them."""
 TLS_PATH = "/var/run/secrets/pagemill-tls"
-OWN_VOLUMES = {"settings": SETTINGS_PATH, "token": TOKEN_PATH, "engine-tls": TLS_PATH, "model": MODEL_PATH}
+ADAPTERS_PATH = "/etc/pagemill-adapters"
+OWN_VOLUMES = {
+    "settings": SETTINGS_PATH,
+    "adapters": ADAPTERS_PATH,
+    "token": TOKEN_PATH,
+    "engine-tls": TLS_PATH,
+    "model": MODEL_PATH,
+}
 """Volume -> mount path."""
 OWN_PORTS = ("data", "control")
 OWN_PORT_NUMBERS = (DATA_PORT, CONTROL_PORT, TLS_DATA_PORT, TLS_CONTROL_PORT)

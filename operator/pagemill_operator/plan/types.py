@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pagemill_operator.autoscaler.settings import ScalingSettings
+from pagemill_protocol.report.adapters import WantedAdapter
 from pagemill_protocol.resource.served import ServedModel
 
 
@@ -147,6 +148,8 @@ class Plan:
     """Fields that cannot be carried out; a plan with any must not be carried out."""
     ignored: tuple[Problem, ...] = ()
     """Fields that have no effect here; the rest of the plan is carried out."""
+    adapters: tuple[WantedAdapter, ...] = ()
+    """LoRA adapters that its engines are asked to serve; they change without a new replica."""
     notes: tuple[Problem, ...] = ()
     """Fields that have an effect and a consequence that is easily overlooked."""
 
@@ -159,6 +162,11 @@ class Plan:
     def names(self) -> tuple[str, ...]:
         """The model's name, then its aliases."""
         return self.served.names
+
+    @property
+    def serves_adapters(self) -> bool:
+        """Whether engines have places for adapters."""
+        return bool(self.groups[0].process.settings["engine"].get("enable_lora"))
 
     @property
     def weight(self) -> int | None:

@@ -1,4 +1,5 @@
-"""The leader receives the load of each gateway pod, shows it in the status, and scales by it."""
+"""The leader receives the load of each gateway pod, shows it in the status, and scales by it; LoRAAdapters come and go
+without a change of any pod."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ import pytest
 from aiohttp import web
 
 from pagemill_protocol.frames import LOAD_CONTENT_TYPE, encode_load
+from pagemill_protocol.report.adapters import AdapterStatus
 from pagemill_protocol.report.load import (
     Arrivals,
     DeploymentLoad,
@@ -284,3 +286,81 @@ async def test_the_phases_of_a_pods_start_are_measured_and_shown(
     assert (start()["pod"], start()["loadMs"], start()["bootMs"], start()["totalMs"]) == ("chat-0", 4000, 4000, 9000)
     _, text = await running.ask("/metrics")
     assert 'pagemill_cold_start_phase_seconds_count{phase="load"} 1.0' in text
+
+
+# -- adapters
+
+
+def with_adapters(**model: Any) -> dict[str, Any]:
+    spec = {"model": {**MODEL, **model}, "engine": {"lora": {"maxLoras": 2}}}
+    return {"metadata": {"name": "chat", "namespace": "default"}, "spec": spec}
+
+
+def adapter(called: str, **spec: Any) -> dict[str, Any]:
+    content = {"deployment": "chat", "source": f"hf://a/{called}", **spec}
+    return {"metadata": {"name": called, "namespace": "default", "generation": 1}, "spec": content}
+
+
+async def test_adapters_reach_running_engines_and_their_status_shows_what_engines_report(
+    api: Any, gateway: FakeGateway, run_operator: Any
+) -> None:
+    api.change("Pod", pod())
+    labels = {"app.kubernetes.io/name": "pagemill-engine", "pagemill.dev/deployment": "chat"}
+    engine = api.change("Pod", {"metadata": {"name": "chat-0", "namespace": "default", "labels": labels}, "spec": {}})
+    api.change("LLMDeployment", with_adapters(adapters=[{"name": "listed", "source": "hf://a/l"}]))
+    run_operator(gateway_control_port=gateway.port)
+
+    def listed() -> list[str]:
+        manifest = api.get("ConfigMap", "chat-adapters") or {"data": {"adapters.json": "{}"}}
+        return [each["name"] for each in json.loads(manifest["data"]["adapters.json"]).get("adapters", [])]
+
+    def reason(name: str) -> tuple[str, str]:
+        conditions = ((api.get("LoRAAdapter", name) or {}).get("status") or {}).get("conditions", [])
+        found = {each["type"]: each["reason"] for each in conditions}
+        return found.get("Accepted", ""), found.get("Ready", "")
+
+    await api.until(lambda: listed() == ["listed"] and api.get("Deployment", "chat-engine"))
+    template = api.get("Deployment", "chat-engine")["spec"]["template"]
+    assert any(each["name"] == "adapters" for each in template["spec"]["volumes"])
+    for each in (adapter("sql"), adapter("other", name="listed"), adapter("lost", deployment="gone")):
+        api.change("LoRAAdapter", each)
+    await api.until(lambda: listed() == ["listed", "sql"])
+    await api.until(lambda: reason("lost")[0] == "DeploymentNotFound" and reason("other")[0] == "NameConflict")
+    assert reason("sql") == ("Accepted", "NoReplicas")
+    assert api.get("Deployment", "chat-engine")["spec"]["template"] == template, "no pod is replaced"
+
+    known = AdapterStatus(name="sql", source="hf://a/sql", state="known", digest="d")
+    gateway.set_load(replicas=[EngineReport(engine["metadata"]["uid"], adapters=[known])])
+    await api.until(lambda: reason("sql") == ("Accepted", "Loaded"))
+    assert api.get("LoRAAdapter", "sql")["status"]["loaded"] == ["chat-0"]
+
+    def shown() -> dict[str, Any]:
+        status = api.get("LLMDeployment", "chat").get("status") or {}
+        return {each["name"]: each for each in status.get("adapters", [])}
+
+    await api.until(lambda: shown().get("sql", {}).get("loaded") == ["chat-0"])
+    assert shown().keys() == {"listed", "sql"}
+    assert "reason" not in shown()["listed"]
+    api.remove("LoRAAdapter", "default", "sql", tell=True)
+    api.hang_up()
+    await api.until(lambda: listed() == ["listed"])
+
+
+async def test_an_adapter_needs_a_deployment_with_places_for_adapters(
+    api: Any, gateway: FakeGateway, run_operator: Any
+) -> None:
+    api.change("Pod", pod())
+    plain = with_adapters()
+    del plain["spec"]["engine"]
+    api.change("LLMDeployment", plain)
+    api.change("LoRAAdapter", adapter("sql"))
+    run_operator(gateway_control_port=gateway.port)
+
+    def accepted() -> dict[str, Any]:
+        conditions = (api.get("LoRAAdapter", "sql").get("status") or {}).get("conditions", [])
+        return next((each for each in conditions if each["type"] == "Accepted"), {})
+
+    await api.until(accepted)
+    assert accepted()["reason"] == "AdaptersNotEnabled"
+    assert "spec.engine.lora" in accepted()["message"]
+    assert api.get("ConfigMap", "chat-adapters") is None

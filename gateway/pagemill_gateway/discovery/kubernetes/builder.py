@@ -69,6 +69,7 @@ def _model(claim: _Claim, endpoints: list[Endpoint], keys: EngineKeys | None) ->
         deployment=metadata.name,
         engine_token=keys.sent(metadata.namespace, metadata.name) if keys is not None else "",
         wakes=autoscaling is not None and autoscaling.mode in SCALED_ON_DEMAND,
+        adapters=[each.name for each in claim.deployment.status.adapters if not each.reason],
         endpoints=endpoints,
     )
 

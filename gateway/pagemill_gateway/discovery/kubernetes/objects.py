@@ -29,7 +29,14 @@ class WatchedCondition(WatchedSection, frozen=True, kw_only=True):
     reason: str = ""
 
 
+class WatchedAdapter(WatchedSection, frozen=True, kw_only=True):
+    name: str
+    reason: str = ""
+    """Why no engine is asked to serve it; empty: all are."""
+
+
 class DeploymentStatus(WatchedSection, frozen=True, kw_only=True):
+    adapters: list[WatchedAdapter] = msgspec.field(default_factory=list)
     conditions: list[WatchedCondition] = msgspec.field(default_factory=list)
 
 

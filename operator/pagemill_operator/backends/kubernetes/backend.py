@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Protocol
 
+from pagemill_crds.status import AdapterReplicas, AdapterSummary
 from pagemill_kube.client import Client
 from pagemill_operator.backends.base import Cluster
 from pagemill_operator.backends.kubernetes.deletion_cost import costs_to_write
@@ -39,6 +40,7 @@ from pagemill_operator.backends.kubernetes.render import render_children, render
 from pagemill_operator.backends.kubernetes.render.names import TEMPLATE_ANNOTATION, awake_note, engine_name
 from pagemill_operator.backends.kubernetes.snapshot import ApplyError, Manifest, Owner, RenderContext, Snapshot
 from pagemill_operator.backends.kubernetes.writes import KnownChildren, OnWrite, Writes
+from pagemill_operator.plan.adapters import ClaimedAdapters, serving_replicas
 from pagemill_operator.plan.types import Plan, Problem
 from pagemill_operator.status.observation import Observation, ScalingState
 from pagemill_protocol.report.load import EngineReport
@@ -56,6 +58,8 @@ class KnownCluster(KnownChildren, Protocol):
     def gateways(self) -> list[Manifest]: ...
     def num_gateways_ready(self) -> int: ...
     def conflict(self, key: str) -> Problem | None: ...
+    @property
+    def adapters(self) -> ClaimedAdapters: ...
 
 
 MAX_RENDERED = 64
@@ -152,7 +156,23 @@ class KubernetesCluster(Cluster):
             load=self._load(key),
             asleep=self._asleep(key),
             progress=self._progress(key),
+            adapters=tuple(self.adapter_summaries(key)),
         )
+
+    def adapter_summaries(self, key: str) -> Iterator[AdapterSummary]:
+        """Yield the adapters that the deployment and LoRAAdapters claim, with the replicas that serve them."""
+        reports = {uid: report.adapters for uid, report in self._held(key).items() if report.adapters}
+        pods = {pod["metadata"]["uid"]: pod["metadata"]["name"] for pod in self._known.pods(key)}
+        names = set[str]()
+        # Of two claims on a name, the summary has the one that is served.
+        for claim, refusal in sorted(self._known.adapters.of(key), key=lambda each: each[1] is not None):
+            if claim.wanted.name in names:
+                continue
+            names.add(claim.wanted.name)
+            replicas = serving_replicas(claim.wanted, reports, pods) if refusal is None else AdapterReplicas()
+            why = {} if refusal is None else {"reason": refusal.reason, "message": refusal.message}
+            wanted = {"name": claim.wanted.name, "source": claim.wanted.source, "pinned": claim.wanted.pinned}
+            yield AdapterSummary.model_validate({**replicas.model_dump(), **wanted, **why})
 
     def observe(self, key: str) -> Observation:
         seen = observe(self.snapshot(key), self._plans[key], datetime.now(UTC))

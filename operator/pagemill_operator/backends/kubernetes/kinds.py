@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from pagemill_crds import GROUP, KIND, PLURAL, STORED_VERSION
+from pagemill_crds import ADAPTER_KIND, ADAPTER_PLURAL, GROUP, KIND, PLURAL, STORED_VERSION
 from pagemill_kube.kinds import Kind
 
 LLM_DEPLOYMENT = Kind(KIND, GROUP, STORED_VERSION, PLURAL)
+LORA_ADAPTER = Kind(ADAPTER_KIND, GROUP, STORED_VERSION, ADAPTER_PLURAL)
 POD = Kind("Pod", "", "v1", "pods")
 SECRET = Kind("Secret", "", "v1", "secrets")
 CONFIG_MAP = Kind("ConfigMap", "", "v1", "configmaps")
@@ -25,5 +26,5 @@ CHILD_KINDS = (
 )
 """Kinds of children that every cluster has, in the order in which they are applied: pods come last."""
 
-WATCHED_KINDS = (LLM_DEPLOYMENT, POD, *CHILD_KINDS)
+WATCHED_KINDS = (LLM_DEPLOYMENT, LORA_ADAPTER, POD, *CHILD_KINDS)
 BY_NAME = {kind.name: kind for kind in (*WATCHED_KINDS, POD_MONITOR, EVENT, LEASE)}

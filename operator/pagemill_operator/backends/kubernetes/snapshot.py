@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from pagemill_crds.status import AdapterSummary
 from pagemill_operator.plan.types import Problem
 from pagemill_protocol.report.state import EngineLoad
 
@@ -119,6 +120,8 @@ class Snapshot:
     """Uids of the pods whose engines sleep, as gateways report."""
     progress: str = ""
     """Progress of a running loader from its log; empty if unknown."""
+    adapters: tuple[AdapterSummary, ...] = ()
+    """The adapters that are claimed, and the replicas that serve them."""
 
     @property
     def namespace(self) -> str:

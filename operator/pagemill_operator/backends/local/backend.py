@@ -15,6 +15,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import aiohttp
+import msgspec
 from aiohttp import web
 
 from pagemill_operator.autoscaler.records import Record, encode_record
@@ -38,6 +39,7 @@ from pagemill_operator.status.conditions import Observation
 from pagemill_operator.status.observation import ReplicaObservation
 from pagemill_protocol.catalog import Catalog
 from pagemill_protocol.metrics import Metrics, Scrape
+from pagemill_protocol.report.adapters import WantedAdapters
 from pagemill_protocol.report.histogram import merged
 from pagemill_protocol.report.load import EngineReport
 
@@ -267,6 +269,7 @@ class LocalBackend(Cluster):
 
     def _reconcile_deployment(self, deployment: Deployment) -> None:
         if deployment.is_in_effect:
+            self._write_adapters(deployment)
             plan, held = self._plan(deployment), self._held(deployment)
             seen = [replica.observation for replica in deployment.replicas]
             actions = next_actions(plan.groups[0], seen, held, plan.standby)
@@ -281,6 +284,14 @@ class LocalBackend(Cluster):
             self._drain(deployment, replica)
         for _ in range(num_starts):
             self._start_replica(deployment)
+
+    def _write_adapters(self, deployment: Deployment) -> None:
+        """Write the adapters that the engines, which watch the file, are asked to serve."""
+        wanted = deployment.plan.adapters
+        if deployment.plan.serves_adapters and deployment.written_adapters != wanted:
+            content = msgspec.to_builtins(WantedAdapters(adapters=[*wanted]))
+            self._state_dir.replace_json(deployment.adapters_file, content)
+            deployment.written_adapters = wanted
 
     def _held(self, deployment: Deployment) -> dict[str, EngineReport]:
         """Return each replica's load, as far as the gateway reports it."""
@@ -297,7 +308,14 @@ class LocalBackend(Cluster):
         name = unused_name(group.name, {replica.name for replica in self._all_replicas()})
         gpu = self._free_gpu() if group.process.gpus else None
         prepare = engine_launcher(
-            name, group.process, deployment.token, self._threads_per_engine, self._settings, self._state_dir, gpu
+            name,
+            group.process,
+            deployment.token,
+            self._threads_per_engine,
+            self._settings,
+            self._state_dir,
+            gpu,
+            self._state_dir.path / deployment.adapters_file,
         )
         supervisor = Supervisor(
             name,

@@ -10,6 +10,7 @@ import copy
 import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import aiohttp
@@ -23,6 +24,7 @@ from pagemill_operator.backends.standby import Call, StandbyActions, call_engine
 from pagemill_operator.plan.types import Group, Plan, Problem, Process
 from pagemill_operator.status.conditions import ReplicaObservation
 from pagemill_protocol.catalog import CatalogModel, Endpoint, catalog_model
+from pagemill_protocol.report.adapters import WantedAdapter
 
 LOOPBACK = "127.0.0.1"
 SLEEP_RETRY_S = 10.0
@@ -77,6 +79,12 @@ class Deployment:
     """Oldest first."""
     conflict: Problem | None = None
     wanted: bool = True
+    written_adapters: tuple[WantedAdapter, ...] | None = None
+    """The adapters in the file that the engines watch."""
+
+    @property
+    def adapters_file(self) -> str:
+        return f"{self.plan.namespace}.{self.plan.name}.adapters.json"
 
     @property
     def group(self) -> Group:
@@ -96,6 +104,7 @@ class Deployment:
             namespace=plan.namespace,
             deployment=plan.name,
             engine_token=self.token,
+            adapters=[each.name for each in plan.adapters],
             wakes=self.is_in_effect and plan.autoscaling is not None and plan.autoscaling.mode == "Active",
             endpoints=[endpoint for endpoint in endpoints if endpoint is not None],
         )
@@ -155,15 +164,18 @@ def engine_launcher(
     settings: LocalSettings,
     state_dir: StateDir,
     gpu: str | None,
+    adapters_file: Path,
 ) -> Callable[[], Launch]:
     """Return a function that prepares a start of the replica `name`, with new ports each time.
 
-    `gpu` is the only device that the engine sees.
+    `gpu` is the only device that the engine sees; `adapters_file` lists the adapters that it serves.
     """
 
     def prepare() -> Launch:
         data_port, control_port = free_port(LOOPBACK), free_port(LOOPBACK)
         content = _on_this_machine(process.settings, data_port, control_port, token, num_threads())
+        if content["engine"].get("enable_lora"):
+            content["engine"]["adapters_file"] = str(adapters_file)
         path = state_dir.write_json(f"{name}.json", content)
         # A killed engine's temporary files are removed with the state folder.
         temporary = {"TMPDIR": str(state_dir.temporary)} if state_dir.temporary else {}

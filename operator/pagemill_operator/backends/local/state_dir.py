@@ -57,6 +57,10 @@ class StateDir:
         """Write a file that only this user can read; return its path."""
         return self._write(name, json.dumps(content).encode())
 
+    def replace_json(self, name: str, content: Any) -> None:
+        """Write a file that only this user can read and that processes follow."""
+        self._replace(name, json.dumps(content).encode())
+
     def write_token(self, name: str, token: str) -> Path:
         """Write a file with one token; return its path."""
         return self._write(name, f"{token}\n".encode())

@@ -22,6 +22,7 @@ from pagemill_operator.controller.leading.keys import ClusterKeys
 from pagemill_operator.controller.leading.queue import WorkQueue
 from pagemill_operator.controller.leading.reconcile import Reconciler
 from pagemill_operator.controller.leading.workers import Workers
+from pagemill_operator.controller.reporting.adapter_statuses import AdapterStatuses
 from pagemill_operator.controller.reporting.cold_starts import ColdStarts
 from pagemill_operator.controller.reporting.events import EventRecorder
 from pagemill_operator.controller.reporting.metrics import OperatorMetrics
@@ -65,6 +66,7 @@ class Leader:
         self.loads = LoadStore()
         self.progress = LoaderProgress(client)
         self.scaler = Scaler()
+        self.adapter_statuses = AdapterStatuses(client, cache, self.loads.held, on_write=metrics.wrote)
         self._pod_monitors = PodMonitors(client, cache, namespaces, self.wake)
         self._records = DecisionRecords(client, cache.owner, on_write=metrics.wrote)
         self._cluster = self._make_cluster()
@@ -86,12 +88,14 @@ class Leader:
             group.create_task(self.autoscaling.run(), name="autoscaling")
             group.create_task(self._records.run(), name="decision records")
             group.create_task(self._standby.run(), name="standby")
+            group.create_task(self.adapter_statuses.run(), name="adapter statuses")
             for name, task in tasks.items():
                 at_once = self.keys.missing if name == "keys" else None
                 group.create_task(repeat(name, task, retry_s, due_s[name], at_once), name=name)
 
     def wake(self, keys: set[str]) -> None:
         """Queue these deployments, because something about them has changed."""
+        self.adapter_statuses.changed()
         for key in keys if self._is_working else ():
             self._queue.add(key)
 
@@ -112,6 +116,7 @@ class Leader:
 
     def _load_changed(self, keys: set[str]) -> None:
         self.autoscaling.load_changed(keys)
+        self.adapter_statuses.changed()
         now = datetime.now(UTC)
         for key in keys:
             if owner := self._cache.owner(key):

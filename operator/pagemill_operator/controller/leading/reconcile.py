@@ -132,6 +132,7 @@ class Reconciler:
         plan, problems = self._read(key, owner)
         if plan is None:
             return await self._cluster.report_invalid(key, problems)
+        plan = replace(plan, adapters=self._cache.adapters.wanted(key) if plan.serves_adapters else ())
         return await self._cluster.apply_plan(self._scaled(plan))
 
     def _settling_s(self, key: str) -> float:

@@ -14,7 +14,7 @@ Status = Mapping[str, Any]
 
 MIN_WRITE_INTERVAL_S = 5.0
 """Seconds between two writes that only update messages and counts."""
-_RATE_LIMITED_FIELDS = frozenset({"readyReplicas", "standbyReplicas", "load", "lastStart"})
+_RATE_LIMITED_FIELDS = frozenset({"readyReplicas", "standbyReplicas", "load", "lastStart", "adapters"})
 
 
 def wait_s(old: Status, new: Status, since_write_s: float) -> float:
@@ -59,7 +59,9 @@ def _without_counts(status: Status) -> Any:
         for each in status.get("conditions", [])
     ]
     rest = {name: value for name, value in status.items() if name not in _RATE_LIMITED_FIELDS and name != "conditions"}
-    return conditions, rest
+    # Gateways read which adapters are served.
+    adapters = [(each["name"], each.get("reason", "")) for each in status.get("adapters", [])]
+    return conditions, adapters, rest
 
 
 def _ready(status: Status) -> Mapping[str, Any] | None:

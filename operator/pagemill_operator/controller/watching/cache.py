@@ -11,9 +11,11 @@ from dataclasses import dataclass
 
 from pagemill_operator.backends.kubernetes.slim import slim
 from pagemill_operator.backends.kubernetes.snapshot import OWNER_LABEL, Manifest
+from pagemill_operator.plan.adapters import ClaimedAdapters, listed_claims, resource_claim
 from pagemill_operator.plan.planner import name_conflicts
 from pagemill_operator.plan.types import Problem
 
+_OWN_KINDS = frozenset({"LLMDeployment", "LoRAAdapter"})
 Identity = tuple[str, str]
 """(namespace, name)"""
 
@@ -82,6 +84,7 @@ class ObjectCache:
         self._gateways: dict[str, Manifest] = {}
         """Name -> gateway pod."""
         self.names = ClaimedNames()
+        self.adapters = ClaimedAdapters()
 
     # Reads
 
@@ -96,6 +99,9 @@ class ObjectCache:
     def children(self, key: str) -> dict[tuple[str, str], Manifest]:
         """Return the children without pods, by (kind, name)."""
         return {at: child for at, child in self._by_owner.get(key, {}).items() if at[0] != "Pod"}
+
+    def of_kind(self, kind: str) -> list[Manifest]:
+        return [*self._objects.get(kind, {}).values()]
 
     def pods(self, key: str) -> tuple[Manifest, ...]:
         """Return the pods, oldest first."""
@@ -121,7 +127,7 @@ class ObjectCache:
         """Store an object; return the owners that it concerns. An object older than the stored one is ignored."""
         metadata = manifest["metadata"]
         identity = (metadata["namespace"], metadata["name"])
-        if kind == "LLMDeployment" and self._watch_namespaces and identity[0] not in self._watch_namespaces:
+        if kind in _OWN_KINDS and self._watch_namespaces and identity[0] not in self._watch_namespaces:
             return set()
         known = self._objects.setdefault(kind, {}).get(identity)
         if known is not None and not _is_newer(manifest, known):
@@ -130,6 +136,9 @@ class ObjectCache:
         self._objects[kind][identity] = slimmed
         if kind == "LLMDeployment":
             return self._owner_changed(known, slimmed)
+        if kind == "LoRAAdapter":
+            claims = () if _is_ending(slimmed) else (resource_claim(slimmed),)
+            return self.adapters.claim(kind, owner_key(slimmed), claims)
         return self._child_changed(kind, known, slimmed)
 
     def remove(self, kind: str, namespace: str, name: str, uid: str | None = None) -> set[str]:
@@ -140,7 +149,9 @@ class ObjectCache:
         del self._objects[kind][(namespace, name)]
         if kind == "LLMDeployment":
             key = f"{namespace}/{name}"
-            return {key} | self.names.drop(key)
+            return {key} | self._drop_claims(key)
+        if kind == "LoRAAdapter":
+            return self.adapters.claim(kind, owner_key(known), ())
         return self._unlink(kind, known) | self._gateway_changed(known, gone=True)
 
     def listed(self, kind: str, namespace: str, identities: Collection[Identity]) -> set[str]:
@@ -158,10 +169,16 @@ class ObjectCache:
     def _owner_changed(self, known: Manifest | None, owner: Manifest) -> set[str]:
         key = owner_key(owner)
         if _is_ending(owner):
-            return {key} | self.names.drop(key)
-        conflicts = self.names.claim(claim_of(key, owner))
+            return {key} | self._drop_claims(key)
+        claim = claim_of(key, owner)
+        conflicts = self.names.claim(claim) | self.adapters.name_models(key, claim.names)
+        conflicts |= self.adapters.claim("LLMDeployment", key, listed_claims(key, owner))
         same = known is not None and _wanted(known) == _wanted(owner)
         return conflicts if same else {key} | conflicts
+
+    def _drop_claims(self, key: str) -> set[str]:
+        dropped = self.names.drop(key) | self.adapters.name_models(key, ())
+        return dropped | self.adapters.claim("LLMDeployment", key, ())
 
     def _child_changed(self, kind: str, known: Manifest | None, child: Manifest) -> set[str]:
         before = self._unlink(kind, known) if known is not None else set()

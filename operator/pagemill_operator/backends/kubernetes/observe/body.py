@@ -16,7 +16,7 @@ from pagemill_operator.status.conditions import find_conditions, merge_condition
 from pagemill_operator.status.load import next_load, remaining_s, summarize
 from pagemill_operator.status.observation import Observation
 
-MAX_NOTES = 32
+MAX_NOTES, MAX_ADAPTERS = 32, 1024
 
 
 def status_body(snapshot: Snapshot, observation: Observation, url: str, now: str) -> dict[str, Any]:
@@ -34,6 +34,7 @@ def status_body(snapshot: Snapshot, observation: Observation, url: str, now: str
         "selector": selector_text(snapshot.name),
         "url": url,
         "plan": _plan_summary(snapshot, plan) if plan else _json(old.plan),
+        "adapters": _adapters(snapshot) or None,
         "load": _json(next_load(old.load, _measured(snapshot, now))),
         "lastScaling": _last_scaling(old, desired, now, _scaling_reason(observation)),
         "lastStart": _last_start(old, observation),
@@ -51,6 +52,11 @@ def _old_status(snapshot: Snapshot) -> LLMDeploymentStatus:
         return LLMDeploymentStatus.model_validate(snapshot.owner.get("status") or {})
     except ValidationError:
         return LLMDeploymentStatus()
+
+
+def _adapters(snapshot: Snapshot) -> list[dict[str, Any]]:
+    shown = [each.model_dump(mode="json", by_alias=True, exclude_defaults=True) for each in snapshot.adapters]
+    return sorted(shown, key=lambda each: str(each["name"]))[:MAX_ADAPTERS]
 
 
 def _plan_summary(snapshot: Snapshot, plan: Plan) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pagemill_operator.backends.kubernetes.render.config import render_config, render_tokens
+from pagemill_operator.backends.kubernetes.render.config import render_adapters, render_config, render_tokens
 from pagemill_operator.backends.kubernetes.render.loader import render_claim, render_loader
 from pagemill_operator.backends.kubernetes.render.names import (
     AWAKE_ANNOTATION,
@@ -51,6 +51,8 @@ def _children(plan: Plan, owner: Owner, context: RenderContext) -> Iterator[Mani
         yield render_pod_monitor(plan, owner, context)
     if not plan.waits_for_job or context.loader_done:
         yield render_config(plan, owner, context)
+        if plan.serves_adapters:
+            yield render_adapters(plan, owner)
         yield render_deployment(plan, owner, context)
 
 

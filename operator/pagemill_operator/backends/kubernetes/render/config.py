@@ -1,7 +1,7 @@
-"""Renders the engine's settings file as a ConfigMap, and its tokens as a Secret.
+"""Renders the engine's settings file and its list of adapters as ConfigMaps, and its tokens as a Secret.
 
-The ConfigMap is named after its content and never changes, so a changed setting changes the pod template. The Secret
-changes in place, so a token rotation restarts nothing.
+The settings' ConfigMap is named after its content and never changes, so a changed setting changes the pod template. The
+list of adapters and the Secret change in place, so new adapters and a token rotation restart nothing.
 """
 
 from __future__ import annotations
@@ -10,14 +10,17 @@ import base64
 import copy
 import json
 
+import msgspec
+
 from pagemill_operator.backends.kubernetes.render.model import keeps_kernels, model_source
-from pagemill_operator.backends.kubernetes.render.names import child, config_name, token_name
+from pagemill_operator.backends.kubernetes.render.names import adapters_name, child, config_name, token_name
 from pagemill_operator.backends.kubernetes.snapshot import Manifest, Owner, RenderContext
-from pagemill_operator.plan.pod_template import KERNELS_PATH, SETTINGS_PATH, TLS_PATH, TOKEN_PATH
+from pagemill_operator.plan.pod_template import ADAPTERS_PATH, KERNELS_PATH, SETTINGS_PATH, TLS_PATH, TOKEN_PATH
 from pagemill_operator.plan.types import Plan
 from pagemill_protocol.engine_ports import TLS_CONTROL_PORT, TLS_DATA_PORT
+from pagemill_protocol.report.adapters import WantedAdapters
 
-SETTINGS_FILE = "settings.json"
+SETTINGS_FILE, ADAPTERS_FILE = "settings.json", "adapters.json"
 TOKENS_FILE = "tokens"
 TERMINATION_LOG = "/dev/termination-log"
 
@@ -30,6 +33,8 @@ def settings_text(plan: Plan, context: RenderContext) -> str:
     """Return the planned settings with a pod's addresses, its token file and the path of its model."""
     content = copy.deepcopy(plan.groups[0].process.settings)
     content["engine"]["model"] = model_source(plan)
+    if plan.serves_adapters:
+        content["engine"]["adapters_file"] = f"{ADAPTERS_PATH}/{ADAPTERS_FILE}"
     if keeps_kernels(plan):
         content["engine"]["kernel_cache_dir"] = KERNELS_PATH
     content["server"] |= {
@@ -58,6 +63,11 @@ def engine_ports(plan: Plan, context: RenderContext) -> dict[str, int]:
 def render_config(plan: Plan, owner: Owner, context: RenderContext) -> Manifest:
     text = settings_text(plan, context)
     return child("v1", "ConfigMap", config_name(plan.name, text), owner, immutable=True, data={SETTINGS_FILE: text})
+
+
+def render_adapters(plan: Plan, owner: Owner) -> Manifest:
+    text = msgspec.json.encode(WantedAdapters(adapters=[*plan.adapters])).decode()
+    return child("v1", "ConfigMap", adapters_name(plan.name), owner, data={ADAPTERS_FILE: text})
 
 
 def render_tokens(owner: Owner, tokens: tuple[str, ...]) -> Manifest:

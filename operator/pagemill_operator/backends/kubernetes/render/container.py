@@ -98,7 +98,11 @@ def _resources(process: Process) -> dict[str, Any]:
 
 
 def _mounts(plan: Plan, context: RenderContext) -> list[dict[str, Any]]:
-    is_absent = {"model": model_volume(plan, writable=False) is None, "engine-tls": not context.engine_tls_secret}
+    is_absent = {
+        "adapters": not plan.serves_adapters,
+        "model": model_volume(plan, writable=False) is None,
+        "engine-tls": not context.engine_tls_secret,
+    }
     volumes = [name for name in OWN_VOLUMES if not is_absent.get(name)]
     mounts: list[dict[str, Any]] = [
         {"name": name, "mountPath": OWN_VOLUMES[name], "readOnly": True} for name in volumes

@@ -47,6 +47,10 @@ def config_name(name: str, text: str) -> str:
     return f"{name}-engine-{digest(text, 10)}"
 
 
+def adapters_name(name: str) -> str:
+    return f"{name}-adapters"
+
+
 def claim_name(name: str) -> str:
     return f"{name}-model"
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
-from pagemill_models.sources import find_kind
+from pagemill_models.sources import find_kind, in_full
 from pagemill_operator.backends.kubernetes.render.names import child, engine_name, selector
 from pagemill_operator.backends.kubernetes.snapshot import OWNER_LABEL, Manifest, Owner, RenderContext
 from pagemill_operator.plan.types import Plan
@@ -83,10 +83,13 @@ def render_pod_monitor(plan: Plan, owner: Owner, context: RenderContext) -> Mani
 
 def _egress(plan: Plan, namespace: str) -> Iterator[dict[str, Any]]:
     yield {"ports": [{"protocol": protocol, "port": port} for port in DNS_PORTS for protocol in ("UDP", "TCP")]}
-    kind = find_kind(plan.source)
-    if not kind.is_remote or (plan.cache is not None and plan.cache.image_volume):
+    sources = [] if plan.cache is not None and plan.cache.image_volume else [plan.source]
+    kinds = {source: find_kind(source) for source in [*sources, *(in_full(each.source) for each in plan.adapters)]}
+    remote = {source: kind for source, kind in kinds.items() if kind.is_remote}
+    if not remote:
         return
-    process, variables = plan.groups[0].process, PROXY_VARIABLES | set(kind.variables)
+    process = plan.groups[0].process
+    variables = PROXY_VARIABLES.union(*(kind.variables for kind in remote.values()))
     anywhere = [
         {"ipBlock": {"cidr": "0.0.0.0/0", "except": ["169.254.0.0/16"]}},
         {"ipBlock": {"cidr": "::/0", "except": ["fe80::/10"]}},
@@ -95,10 +98,11 @@ def _egress(plan: Plan, namespace: str) -> Iterator[dict[str, Any]]:
         yield {"to": anywhere, "ports": [{"protocol": "TCP"}]}  # the port is in a Secret
         return
     urls = [_parts(value) for name, value in process.environment.items() if name.upper() in variables]
-    source_ports = kind.ports_of(plan.source)
-    ports = {443, *map(_port_of, urls), *source_ports}
+    source_ports = {source: kind.ports_of(source) for source, kind in remote.items()}
+    ports = {443, *map(_port_of, urls), *(port for ports in source_ports.values() for port in ports)}
     yield {"to": anywhere, "ports": [_port(number) for number in sorted(ports)]}
-    hosts = [url.hostname or "" for url in [*urls, *([_parts(plan.source)] if source_ports else [])]]
+    own = [_parts(source) for source, ports_of in source_ports.items() if ports_of]
+    hosts = [url.hostname or "" for url in [*urls, *own]]
     for name in sorted({_namespace_of(host, namespace) for host in hosts} - {""}):
         # A policy sees the port of the pod behind a Service, which its clients do not know.
         yield {"to": [_peer({NAMESPACE_LABEL: name}, {})], "ports": [{"protocol": "TCP"}]}

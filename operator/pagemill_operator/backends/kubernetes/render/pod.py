@@ -11,6 +11,7 @@ from pagemill_operator.backends.kubernetes.render.loader import loader_container
 from pagemill_operator.backends.kubernetes.render.model import model_volume
 from pagemill_operator.backends.kubernetes.render.names import (
     TEMPLATE_ANNOTATION,
+    adapters_name,
     config_name,
     digest,
     labels,
@@ -75,6 +76,8 @@ def _volumes(plan: Plan, context: RenderContext) -> list[dict[str, Any]]:
         # Readable by the pod's group only.
         {"name": "token", "secret": {"secretName": token_name(plan.name), "defaultMode": 0o440}},
     ]
+    if plan.serves_adapters:
+        volumes.append({"name": "adapters", "configMap": {"name": adapters_name(plan.name)}})
     if context.engine_tls_secret:
         items = [{"key": name, "path": name} for name in ("tls.crt", "tls.key")]
         secret = {"secretName": context.engine_tls_secret, "items": items, "defaultMode": 0o440}
