@@ -181,8 +181,14 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32], help="sizes of the batches of chats")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--only", default="", help="the work whose names contain this")
+    parser.add_argument(
+        "--draft", help="a draft model, which proposes in place of `auto` and in the column of that name"
+    )
     arguments = parser.parse_args()
-    engines = {name: Engine(settings, arguments.threads) for name, settings in METHODS.items()}
+    methods = dict(METHODS)
+    if arguments.draft:
+        methods["auto"] = SpeculationConfig(method="draft", source=arguments.draft, num_tokens=4)
+    engines = {name: Engine(settings, arguments.threads) for name, settings in methods.items()}
     chats = [chat_text(QUESTIONS[index % len(QUESTIONS)]) for index in range(32)]
     work = [(name, [prompt], 0.0) for name, prompt in copies().items()]
     work += [(f"chat, batch {size}", chats[:size], 0.8) for size in arguments.batches]

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import transformers
 from byte_bundle import byte_tokenizer
 from safetensors.numpy import load_file, save_file
 from tiny_llama import write_tiny_llama
@@ -64,6 +66,16 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         content = json.loads(byte_tokenizer([("o", "n")] if name == "foreign" else [("t", "h")]).to_str())
         (folder / "tokenizer.json").write_text(json.dumps(content))
         (folder / "tokenizer_config.json").write_text("{}")
+    found["windows"] = tmp_path_factory.mktemp("windows")
+    config = transformers.Gemma3TextConfig(
+        vocab_size=257, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=32, max_position_embeddings=256, sliding_window=20, initializer_range=0.3,
+        layer_types=["sliding_attention", "full_attention"] * 2, dtype="float32",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    transformers.Gemma3ForCausalLM(config).save_pretrained(found["windows"])
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (found["windows"] / name).write_text((found["model"] / name).read_text())
     weights = load_file(found["near"] / "model.safetensors")
     noise = np.random.default_rng(3)
     for name, stored in weights.items():
@@ -161,6 +173,23 @@ def test_what_was_answered_without_drafts_can_be_followed(
     assert first.metrics.num_proposed_tokens == 0
     assert second.num_cached_tokens >= len(text) - 16 > len(first.prompt_token_ids) + 16
     assert second.metrics.num_accepted_tokens == second.metrics.num_proposed_tokens > 30
+
+
+def test_a_model_with_windows_has_one_too(folders: dict[str, Path]) -> None:
+    """Its draft model keeps everything, in the blocks of the kind that does, and frees nothing behind a window."""
+    settings: dict[str, Any] = {"model": "windows", "max_model_len": 200, "num_kv_blocks": 40}
+    params = [SamplingParams(temperature=0.8, seed=n, n=1 + n % 3, max_tokens=60, ignore_eos=True) for n in range(6)]
+    prompts, answered = [f"{PREFIX}{n % 3}" for n in range(6)], []
+    for draft in (None, "windows"):
+        with make(folders, draft, **settings) as llm:
+            assert [kind.name for kind in llm._core.scheduler.kv.kinds] == ["full", "window-20"]
+            for _ in range(2):
+                outputs = llm.generate(prompts, params, use_tqdm=False)
+        answered.append([[choice.token_ids for choice in out.outputs] for out in outputs])
+    assert answered[0] == answered[1]
+    metrics = [out.metrics for out in outputs if out.metrics is not None]
+    num_proposed = sum(each.num_proposed_tokens for each in metrics)
+    assert sum(each.num_accepted_tokens for each in metrics) == num_proposed > 100
 
 
 @pytest.mark.parametrize("on_torch", [[True, False], [False, True]], ids=["the-model", "the-draft"])
