@@ -304,7 +304,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(bench, "_run", run)
     monkeypatch.setattr(chat, "ChatSession", Session)
     monkeypatch.setattr(why, "_find", find)
-    monkeypatch.setattr(display, "read_interval", recording(("here", [])))
+    monkeypatch.setattr(display, "read_interval", recording(("here", [], [])))
     monkeypatch.setattr(display, "follow", recording(None))
     monkeypatch.setattr(doctor, "_look_at_cluster", recording(("a cluster", [])))
     monkeypatch.setattr("pagemill.doctor.machine.look_at_machine", recording([]))

@@ -19,7 +19,15 @@ REFUSED = "peers of the last release would refuse it or read it otherwise; add a
 CATALOGUE = (
     "no release has served adapters; a gateway of a cluster builds its catalogue itself, one of `up` is started with it"
 )
+_REASONS = (
+    "'OutOfBounds', 'Panic', 'RateLimited', 'ReplicasStarting'",
+    "'ScaledDown', 'ScaledToZero', 'ScaledUp', 'SignalsMissing', 'Stabilizing', 'Steady', 'Woken'",
+)
 REVIEWED: dict[str, str] = {
+    f"Decision.reason: changed from {{'enum': [{', '.join(_REASONS)}]}} to "
+    f"{{'enum': ['AtMaximum', {_REASONS[0]}, 'Saturated', {_REASONS[1]}]}}; " + REFUSED: (
+        "operators leave out kept records that they cannot read; `pagemill why` names the command to use"
+    ),
     "CatalogAdapter: the message is gone or has another name here; "
     "list the change as reviewed if it is a rename": CATALOGUE,
     "CatalogModel.adapters: changed from {'default': [], 'items': {'$ref': 'CatalogAdapter'}, 'type': 'array'} to "
