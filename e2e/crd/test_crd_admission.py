@@ -39,6 +39,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         "accessMode belongs to a new claim",
     ),
     ({"engine": {"maxNumSeqs": 64, "maxNumBatchedTokens": 32}}, "maxNumSeqs must not exceed maxNumBatchedTokens"),
+    ({"engine": {"lora": {"maxLoras": 4, "maxCpuLoras": 2}}}, "maxCpuLoras must be at least maxLoras"),
     ({"engine": {"maxModelLen": 64, "blockSize": 128}}, "maxModelLen must be at least blockSize"),
     ({"engine": {"speculative": {"method": "draft"}}}, "method draft needs the draft model's source"),
     ({"engine": {"env": [{"name": "A"}]}}, "set exactly one of value and valueFrom"),
@@ -153,7 +154,7 @@ def test_a_minimal_object_gets_every_default(create: Callable[..., Any], deploym
     }
     assert spec["resources"] == {"gpus": 0}
     assert spec["routing"] == {"policy": "Auto", "queue": {"maxRequests": 1000, "maxBytes": "256Mi", "timeout": "60s"}}
-    assert spec["rollout"] == {"maxSurge": 1, "maxUnavailable": 0, "drainTimeout": "60s"}
+    assert spec["rollout"] == {"strategy": "Auto", "maxSurge": 1, "maxUnavailable": 0, "drainTimeout": "60s"}
     assert "autoscaling" not in spec, "without autoscaling, spec.replicas applies"
 
 
