@@ -18,6 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import repeat
+from operator import add
 
 from pagemill_engine.kv.block_pool import Block, KVCacheError
 from pagemill_engine.kv.kind_cache import KindCache
@@ -59,8 +61,7 @@ class CacheManager:
         enable_prefix_caching: bool = True,
         shares_memory: bool = False,
     ) -> None:
-        """Create empty caches. `num_blocks`: of each kind. `max_step_tokens`: most tokens of one step. `shares_memory`:
-        whether memory moves between the first and the last kind."""
+        """Create empty caches. `num_blocks`: of each kind. `shares_memory`: memory moves between the first and last."""
         counts = [num_blocks] if isinstance(num_blocks, int) else list(num_blocks)
         self.block_size = block_size
         self.max_step_tokens = max_step_tokens
@@ -79,11 +80,7 @@ class CacheManager:
         if self.kinds[-1].state:
             interval = point_interval(kinds, block_size)
             self.states = States(
-                self.caches[-1],
-                block_size,
-                interval,
-                self._block_hash,
-                enable_prefix_caching=enable_prefix_caching,
+                self.caches[-1], block_size, interval, self._block_hash, enable_prefix_caching=enable_prefix_caching
             )
         self._window_numbers = tuple(number for number, kind in enumerate(kinds) if kind.window is not None)
         self._dropped: list[dict[str, tuple[int, int]]] = [{} for _ in kinds]
@@ -306,14 +303,19 @@ class CacheManager:
         size, sequence = self.block_size, table.sequence
         num_new = max(0, -(-end // size) - table.end)
         copied = () if table.tail_is_own else [own for own in table.of_kinds if self._needs_copy(own, start)]
-        needs = [num_new + (own in copied) for own in table.of_kinds]
         states = self.states
-        if states is not None and table.state is not None:
-            least, wanted = states.needs_to_fold(table.state, end - num_proposed, sequence)
-            keeps_all = self.split.moves and wanted > least and self.split.make_room([*needs, wanted], takes=True)
-            needs.append(wanted if keeps_all else least)
-        if not self.split.make_room(needs, takes=True):
-            return None
+        if states is not None or self.split.moves:
+            needs = list(map(add, repeat(num_new), map(copied.__contains__, table.of_kinds)))
+            if states is not None and table.state is not None:
+                least, wanted = states.needs_to_fold(table.state, end - num_proposed, sequence)
+                keeps_all = self.split.moves and wanted > least and self.split.make_room([*needs, wanted], takes=True)
+                needs.append(wanted if keeps_all else least)
+            if not self.split.make_room(needs, takes=True):
+                return None
+        else:
+            for own in table.of_kinds:
+                if num_new + (own in copied) > len(own.cache.pool.free_list):
+                    return None
         table.num_open_tokens = end - start
         table.tail_is_own = True
         allocation: Allocation = NO_NEW_BLOCKS
