@@ -167,6 +167,8 @@ def model() -> Page:
             quantiles(engine("vllm:request_queue_time_seconds_bucket"), "model_name"),
         ),
     ]
+    accepted = per_second(engine("vllm:spec_decode_num_accepted_tokens_total"), "model_name")
+    proposed = per_second(engine("vllm:spec_decode_num_draft_tokens_total"), "model_name")
     work = [
         Panel("Requests at engines", "Requests that run and that wait.", "none", [
             (total(engine("vllm:num_requests_running"), "model_name"), f"{name} running"),
@@ -190,6 +192,15 @@ def model() -> Page:
         ]),
         Panel("Preemptions", "Requests that lost their KV blocks and are computed again.", "ops", [
             (per_second(engine("vllm:num_preemptions_total"), "model_name"), name)
+        ]),
+        Panel("Accepted proposals", "Share of the proposed tokens that were sampled.", "percentunit", [
+            (f"{accepted} / ({proposed} > 0)", name)
+        ], max=1),
+        Panel("Accepted by place", "Proposed tokens that were sampled, by their place in the proposal.", "ops", [
+            (per_second(engine("vllm:spec_decode_num_accepted_tokens_per_pos_total"), "position"), "{{position}}")
+        ]),
+        Panel("Gain of proposals", "Time of steps that proposed tokens have saved since the engines' starts.", "s", [
+            (total(engine("pagemill_engine_speculation_gain_seconds"), "model_name"), name)
         ]),
     ]  # fmt: skip
     found = per_second(engine("vllm:prefix_cache_hits_total"), "model_name")

@@ -189,4 +189,6 @@ class RequestRecord:
             prompt_tokens=total.prompt_tokens + usage.prompt_tokens,
             completion_tokens=total.completion_tokens + usage.completion_tokens,
             cached_tokens=total.cached_tokens + usage.cached_tokens,
+            proposed_tokens=total.proposed_tokens + usage.proposed_tokens,
+            accepted_tokens=total.accepted_tokens + usage.accepted_tokens,
         )

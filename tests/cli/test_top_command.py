@@ -51,6 +51,19 @@ def test_rates_are_those_between_two_readings() -> None:
     assert (row.phase, row.model, row.kv, row.running, row.waiting) == ("ready", "tiny", 0.25, 3, 2)
 
 
+def test_the_share_of_proposed_tokens_that_were_sampled_is_shown() -> None:
+    def proposed(num_proposed: int, num_accepted: int) -> str:
+        made = metrics.Metrics(metrics.ENGINE_METRICS, model_name="tiny", engine="0")
+        made.counter(metrics.SPEC_DRAFT_TOKENS).inc(num_proposed)
+        made.counter(metrics.SPEC_ACCEPTED).inc(num_accepted)
+        return made.render().decode()
+
+    row = row_of(reading(proposed(10, 1), 1.0), reading(proposed(30, 16), 2.0))
+    assert row.accepted == 0.75
+    assert "75%" in as_table("here", [row]).splitlines()[-1]
+    assert row_of(reading(proposed(30, 16), 2.0), reading(proposed(30, 16), 3.0)).accepted is None
+
+
 def test_an_unknown_value_is_not_shown_as_zero() -> None:
     row = row_of(None, reading(scraped(generated=100), 1.0))
     assert (row.tokens_per_s, row.ttft_ms) == (None, None)
@@ -107,7 +120,7 @@ def test_engines_of_this_machine_are_shown_once_without_a_terminal(up: StateDir)
     assert clients == "clients: 0 requests waiting in gateways"
     assert head.startswith("`pagemill up` on this machine: 2 engines, 0 tokens/s, 2 requests wait")
     assert columns.split()[:4] == ["DEPLOYMENT", "POD", "PHASE", "KV"]
-    assert first.split() == ["default/sim", "sim-0", "ready", "25%", "3", "2", "0", "-", "tiny"]
+    assert first.split() == ["default/sim", "sim-0", "ready", "25%", "3", "2", "0", "-", "-", "tiny"]
     assert second.split()[:3] == ["default/sim", "sim-1", "unreachable"]
 
 

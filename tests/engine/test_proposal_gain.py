@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagemill_engine.proposing.acceptance import Acceptance
-from pagemill_engine.proposing.gain import LEAST_GAIN, StepShape, can_gain, choose
+from pagemill_engine.proposing.gain import LEAST_GAIN, MeasuredSteps, StepShape, can_gain, choose
 from pagemill_protocol.report.state import StepTimeParams
 from pagemill_protocol.report.step_time import StepTimeModel
 
@@ -133,6 +133,36 @@ def test_no_other_numbers_are_expected_to_be_better(
     for total in range(1, len(flat) + 1):
         other = [sum(1 for _, _, row in flat[:total] if row == index) for index in range(len(chances))]
         assert rate(other) <= max(rate(numbers), LEAST_GAIN * rate([0] * len(chances))) * (1 + 1e-9)
+
+
+def test_a_knee_that_the_model_does_not_know_is_measured_in_a_few_steps() -> None:
+    """Eight rows and one proposed token take half as long again as eight rows, and not a little longer."""
+    model = ms_of("gpu")
+    shape, measured, num_tried = StepShape(8, 8), MeasuredSteps(), 0
+    for _ in range(2000):
+        numbers = choose([[0.8]] * 8, shape, model.predict_ms, factor=measured.factor)
+        ms = 12.3 if any(numbers) else 8.2
+        num_tried += any(numbers)
+        measured.record(8 + sum(numbers), model.predict_ms(8 + sum(numbers)), ms, proposed=any(numbers))
+    assert num_tried == 2000, "eight tokens more for half the time are worth it"
+
+    num_tried, measured = 0, MeasuredSteps()
+    for _ in range(2000):
+        numbers = choose([[0.8]], shape, model.predict_ms, factor=measured.factor)
+        ms = 12.3 if any(numbers) else 8.2
+        num_tried += any(numbers)
+        measured.record(8 + sum(numbers), model.predict_ms(8 + sum(numbers)), ms, proposed=any(numbers))
+    assert 1 <= num_tried <= 8, "one token more for half the time is not, and is tried again at times"
+
+
+def test_a_slow_machine_is_no_knee() -> None:
+    """Where all steps take twice as long, those with proposed tokens are worth as much as before."""
+    model, measured = ms_of("cpu"), MeasuredSteps()
+    for number in range(200):
+        size = 3 if number % 3 else 1
+        measured.record(size, model.predict_ms(size), 2 * model.predict_ms(size), proposed=size > 1)
+    assert measured.factor(3) == pytest.approx(1.0, abs=0.05)
+    assert measured.factor(300) == 1.0
 
 
 def test_nothing_is_proposed_while_nothing_is_known_about_the_device() -> None:

@@ -110,6 +110,20 @@ def test_a_repeated_request_is_proposed_its_answer_and_no_other_tenants(checking
     assert num_again > 30
 
 
+def test_what_decodes_sample_and_compute_is_published(checking_runner: Make) -> None:
+    core = an_engine(checking_runner, speculative=SpeculationConfig(method="ngram"))
+    serve(core, "a", "")
+    assert core._proposals is not None
+    assert core._proposals.per_decode == (1.0, 1.0)
+    for name in "bcdefgh":
+        serve(core, name, "")
+    sampled, computed = core._proposals.per_decode
+    assert 1.1 < sampled <= computed < 9.0
+    params = core._step_time_due() or core.step_time.params(*core._proposals.per_decode)
+    assert (params.tokens_per_decode, params.computed_per_decode) == (sampled, computed)
+    assert StepTimeModel.from_params(params).tokens_per_decode == sampled
+
+
 def test_requests_share_no_answers_where_they_share_no_prefixes(checking_runner: Make) -> None:
     settings = SpeculationConfig(method="ngram")
     core = an_engine(checking_runner, speculative=settings, enable_prefix_caching=False)

@@ -20,7 +20,7 @@ from pagemill_gateway.brain.placement.candidates import candidate_of
 from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.routing.cost import NEAR_MS, NEAR_SHARE, CostPolicy
 from pagemill_gateway.routing.cost_table import LEAST_PODS, CostTable
-from pagemill_gateway.routing.cost_terms import HARM_SHARE, CostBasis, cost_basis_of
+from pagemill_gateway.routing.cost_terms import HARM_SHARE, CostBasis, cost_basis_of, cost_terms
 from pagemill_gateway.routing.policy import Candidate, CandidateList, RequestView, least_busy
 from pagemill_gateway.routing.report import PodReport
 from pagemill_gateway.routing.step_time_snapshot import StepTimeSnapshot, take_snapshot
@@ -31,6 +31,19 @@ from pagemill_protocol.report.step_time import StepTimeModel
 SESSION_MS = 50.0
 CHUNK_TOKENS = 64
 NOTHING = frozenset[str]()
+
+
+def test_a_waiting_request_expects_answers_to_end_by_the_tokens_of_a_step() -> None:
+    load = EngineLoad(num_requests_running=4, num_blocks_total=100, num_blocks_free=90, num_blocks_active=10)
+    bases = []
+    for sampled in (1.0, 2.0):
+        step_time = replace(params(1.0), tokens_per_decode=sampled)
+        report = PodReport(load=load, max_num_seqs=4)
+        snapshot = take_snapshot(StepTimeModel.from_params(step_time), 512, 4, 400)
+        bases.append(cost_basis_of(report, snapshot, 0, 0))
+    (_, alone, _, _), (_, two, _, _) = cost_terms(bases, [0, 0], 10, 50.0)
+    assert alone > 0
+    assert abs(alone - 2 * two) < 1e-9
 
 
 def params(factor: float) -> StepTimeParams:

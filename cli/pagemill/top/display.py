@@ -73,7 +73,7 @@ def _by_pod(readings: list[Reading]) -> dict[tuple[str, str], Reading]:
     return {(each.deployment, each.pod or f"gateway {at}"): each for at, each in enumerate(readings)}
 
 
-HEAD = ["DEPLOYMENT", "POD", "PHASE", "KV", "RUNNING", "WAITING", "TOKENS/S", "TTFT", "MODEL"]
+HEAD = ["DEPLOYMENT", "POD", "PHASE", "KV", "RUNNING", "WAITING", "TOKENS/S", "TTFT", "SPEC", "MODEL"]
 TEXTS = (0, 1, len(HEAD) - 1)
 """The columns that are shortened where the terminal is too narrow."""
 LEAST_CHARS = 8
@@ -122,6 +122,7 @@ def _cells(row: PodRow) -> list[str]:
         _shown(row.waiting, "{:.0f}"),
         _shown(row.tokens_per_s, "{:.0f}"),
         _shown(row.ttft_ms, "{:.0f} ms"),
+        _shown(row.accepted, "{:.0%}"),
     ]
     return [row.deployment, row.pod, row.phase, *numbers, row.fault or row.model]
 

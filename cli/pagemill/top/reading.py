@@ -59,6 +59,8 @@ class PodRow:
     """Generated tokens per second between the readings."""
     ttft_ms: float | None = None
     """Mean time to first token between the readings, from the request's arrival at the engine."""
+    accepted: float | None = None
+    """Share of the proposed tokens that were sampled between the readings; none were proposed: unknown."""
     fault: str = ""
 
 
@@ -88,13 +90,15 @@ def row_of(before: Reading | None, now: Reading) -> PodRow:
     """Return the pod's row. `before` is the pod's previous reading, if there is one."""
     if now.fault:
         return PodRow(now.deployment, now.pod, "", "unreachable", fault=now.fault)
-    tokens = ttft_ms = None
+    tokens = ttft_ms = accepted = None
     if before is not None and not before.fault and now.at_s > before.at_s:
         generated = _increase(before, now, metrics.GENERATION_TOKENS.exported_name)
         tokens = generated / (now.at_s - before.at_s)
         first = metrics.TIME_TO_FIRST_TOKEN.name
         if count := _increase(before, now, f"{first}_count"):
             ttft_ms = 1000 * _increase(before, now, f"{first}_sum") / count
+        if proposed := _increase(before, now, metrics.SPEC_DRAFT_TOKENS.exported_name):
+            accepted = _increase(before, now, metrics.SPEC_ACCEPTED.exported_name) / proposed
     return PodRow(
         deployment=now.deployment,
         pod=now.pod,
@@ -105,6 +109,7 @@ def row_of(before: Reading | None, now: Reading) -> PodRow:
         waiting=now[metrics.NUM_REQUESTS_WAITING],
         tokens_per_s=tokens,
         ttft_ms=ttft_ms,
+        accepted=accepted,
     )
 
 

@@ -67,9 +67,8 @@ class EngineCore:
         """Create the core of a loaded runner. `clock`: returns seconds; the simulator passes a virtual one."""
         self.config = msgspec.structs.replace(config, **step_limits(config, runner.info)._asdict())
         self.runner = runner
-        proposals = proposals or proposals_of(self.config, runner.info, lambda *of: self.step_time.predict_ms(*of))
-        self._proposals = proposals
-        self.scheduler = Scheduler(scheduler_limits(config, runner.info), clock, proposals, runner.info.stages)
+        self._proposals = proposals or proposals_of(self.config, runner.info, lambda *n: self.step_time.predict_ms(*n))
+        self.scheduler = Scheduler(scheduler_limits(config, runner.info), clock, self._proposals, runner.info.stages)
         self.grammar_requests = GrammarRequests(config.model, self.scheduler, runner.info)
         self.adapters: AdapterRequests | None = None
         if runner.info.adapters is not None:
@@ -233,6 +232,8 @@ class EngineCore:
         now_s = self._clock()
         self._step_ms = (now_s - (self._last_read_s if self._has_next_step else step.started_s)) * 1000
         self._last_read_s = now_s
+        if self._proposals is not None:
+            self._proposals.record_step(step.plan, self._step_ms - draft_ms)
         self.step_timer.observe(self.step_time, step.plan, self._step_ms - draft_ms, now_s)
 
     def _report(self, step: Launched | None) -> StepOutputs:
@@ -258,4 +259,4 @@ class EngineCore:
         if now_s - self._step_time_sent_s < STEP_TIME_PERIOD_S:
             return None
         self._step_time_sent_s = now_s
-        return self.step_time.params()
+        return self.step_time.params(*self._proposals.per_decode if self._proposals is not None else ())

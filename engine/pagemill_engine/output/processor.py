@@ -144,6 +144,8 @@ class OutputProcessor:
             rejected_prediction_tokens=(
                 self._num_proposed - self._num_accepted if self.request.predicted_token_ids else None
             ),
+            proposed_tokens=self._num_proposed,
+            accepted_tokens=self._num_accepted,
         )
 
     def _reasoning_tokens(self) -> int | None:

@@ -12,6 +12,12 @@ from typing import NamedTuple
 
 LEAST_GAIN = 1.02
 """A step with proposals must be expected to be better by this factor: chances and times are estimates."""
+MOST_DEVIATION = 2.5
+"""Factor between a measured and a predicted time beyond which the machine did something else."""
+USUAL_GAIN, PROPOSING_GAIN = 0.1, 0.25
+"""Weights of the latest step without and with proposed tokens."""
+FORGETTING = 0.0005
+"""Share of what was measured that is forgotten with each step without proposed tokens."""
 BEST_CHANCE = 0.97
 """Chance of a token in a text that is copied."""
 
@@ -29,11 +35,49 @@ MsOf = Callable[[int, int], float]
 """Predicts the milliseconds of a step with so many tokens, whose decodes read so many tokens of context."""
 
 
-def choose(chances: Sequence[Sequence[float]], step: StepShape, ms_of: MsOf, turn_ms: float = 0.0) -> list[int]:
+class MeasuredSteps:
+    """How much longer steps with proposed tokens take than was predicted, where steps without take what was predicted.
+
+    Kernels have knees that the step-time model learns slowly, as few steps have just so many tokens: 9 rows can take
+    half as long again as 8. Sizes between two powers of two share what was measured. It is forgotten slowly, so that
+    something is tried again.
+    """
+
+    def __init__(self) -> None:
+        self._usual = 1.0
+        """Measured time of steps without proposed tokens, as a multiple of the predicted one."""
+        self._factors: dict[int, float] = {}
+
+    def record(self, num_tokens: int, predicted_ms: float, ms: float, *, proposed: bool) -> None:
+        if not (predicted_ms > 0 and ms > 0):
+            return
+        ratio = min(MOST_DEVIATION, max(1 / MOST_DEVIATION, ms / predicted_ms))
+        if not proposed:
+            self._usual += USUAL_GAIN * (ratio - self._usual)
+            for size, factor in self._factors.items():
+                self._factors[size] = factor + FORGETTING * (1.0 - factor)
+            return
+        size, now = (num_tokens - 1).bit_length(), ratio / self._usual
+        before = self._factors.get(size, 1.0)
+        self._factors[size] = before + PROPOSING_GAIN * (min(MOST_DEVIATION, now) - before)
+
+    def factor(self, num_tokens: int) -> float:
+        """Return what a prediction for a step of so many tokens, with proposed ones, is multiplied by."""
+        return self._factors.get((num_tokens - 1).bit_length(), 1.0)
+
+
+def choose(
+    chances: Sequence[Sequence[float]],
+    step: StepShape,
+    ms_of: MsOf,
+    turn_ms: float = 0.0,
+    factor: Callable[[int], float] = lambda _: 1.0,
+) -> list[int]:
     """Return the number of tokens to propose for each row. All are 0 if nothing is gained.
 
     `chances`: for each row and proposed token, the chance that it and all before it are sampled. `turn_ms`: time that
     a step takes longer because it waits for the tokens of the one before, which one without proposals does not.
+    `factor`: what predictions for steps of so many tokens, with proposed ones, are multiplied by.
     """
     numbers = [0] * len(chances)
     ordered = [(-chance, place, row) for row, each in enumerate(chances) for place, chance in enumerate(each)]
@@ -45,7 +89,8 @@ def choose(chances: Sequence[Sequence[float]], step: StepShape, ms_of: MsOf, tur
     best = LEAST_GAIN * tokens / base_ms
     for num, (chance, _, _) in enumerate(ordered, 1):
         tokens -= chance
-        rate = tokens / (turn_ms + ms_of(step.num_tokens + num, step.num_context_tokens))
+        size = step.num_tokens + num
+        rate = tokens / (turn_ms + ms_of(size, step.num_context_tokens) * factor(size))
         if rate > best:
             best, best_num = rate, num
     for _, _, row in ordered[:best_num]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from pagemill_engine.proposing.acceptance import Acceptance
 from pagemill_engine.proposing.base import Method, ProposalSource, Proposing
 from pagemill_engine.proposing.draft import DraftProposer, Rounds
-from pagemill_engine.proposing.gain import MsOf, StepShape, can_gain, choose
+from pagemill_engine.proposing.gain import MeasuredSteps, MsOf, StepShape, can_gain, choose
 from pagemill_engine.proposing.prediction import PredictionMethod
 from pagemill_engine.scheduler.sequence import Sequence, SequenceState
 from pagemill_engine.scheduler.step import StepPlan, StepResult
@@ -30,6 +30,8 @@ MOST_PROPOSED = 8
 
 MOST_TOKENS = 512
 """Tokens of prompts that a step is taken to have at most."""
+STEP_GAIN = 0.01
+"""Weight of the latest step in what decodes sample."""
 TURN_GAIN = 0.1
 """Weight of the latest measurement."""
 
@@ -63,7 +65,12 @@ class Proposals:
         self._can_verify = can_verify
         self._ms_of = ms_of
         self._rounds = rounds
+        self._measured = MeasuredSteps()
         self._gained_ms = 0.0
+        self.per_decode = (1.0, 1.0)
+        """Tokens that a decode has sampled, and computed, in a step of late."""
+        self._num_asked = self._num_chosen = self._num_accepted = 0
+        """Of the latest step with decodes: these, and their tokens that were proposed and sampled."""
         self._turn_ms = 0.0
         """Milliseconds between a step and one that waits for its tokens, in a loop that runs ahead otherwise."""
 
@@ -76,9 +83,24 @@ class Proposals:
         wait otherwise."""
         self._turn_ms += TURN_GAIN * (ms - self._turn_ms)
 
+    def record_step(self, plan: StepPlan, ms: float) -> None:
+        """Record the time of a step, if it has decodes alone: prompts hide what proposed tokens take."""
+        if self._ms_of is not None and not plan.chunk_context_products:
+            predicted_ms = self._ms_of(plan.num_tokens, plan.decode_context_tokens)
+            self._measured.record(plan.num_tokens, predicted_ms, ms, proposed=bool(plan.proposals))
+
     def choose(self, sequences: list[Sequence], all_sequences: Sequences) -> list[tuple[Sequence, list[int]]]:
         """Return those of `sequences` for which tokens are proposed in a step, with these tokens."""
-        return self._chosen(sequences, all_sequences, 0)
+        if not sequences:
+            return []
+        if self._num_asked:
+            now = 1 + self._num_accepted / self._num_asked, 1 + self._num_chosen / self._num_asked
+            sampled, computed = self.per_decode
+            self.per_decode = sampled + STEP_GAIN * (now[0] - sampled), computed + STEP_GAIN * (now[1] - computed)
+        chosen = self._chosen(sequences, all_sequences, 0)
+        self._num_asked, self._num_accepted = len(sequences), 0
+        self._num_chosen = sum(len(token_ids) for _, token_ids in chosen)
+        return chosen
 
     def keep_waiting(self, all_sequences: Sequences) -> bool:
         """Whether the next step waits for the tokens of the step in flight: of some it is not known how many there
@@ -115,10 +137,11 @@ class Proposals:
                 chances.append(along[num_pending:])
         if self._ms_of is None or not found:
             return found
-        numbers = choose(chances, step, self._ms_of, self._turn_ms)
+        numbers = choose(chances, step, self._ms_of, self._turn_ms, self._measured.factor)
         if any(numbers) and not num_pending:
             base_ms = self._ms_of(step.num_tokens, step.num_context_tokens)
-            longer_ms = self._ms_of(step.num_tokens + sum(numbers), step.num_context_tokens)
+            size = step.num_tokens + sum(numbers)
+            longer_ms = self._ms_of(size, step.num_context_tokens) * self._measured.factor(size)
             self._gained_ms -= self._turn_ms + longer_ms - base_ms
             for sequence, _ in found:
                 if sequence.proposing is not None:
@@ -127,6 +150,7 @@ class Proposals:
 
     def count(self, sequence: Sequence, num_accepted: int) -> None:
         """Count the steps that a sequence does not need, since it sampled some of its proposed tokens."""
+        self._num_accepted += num_accepted
         if sequence.proposing is not None:
             self._gained_ms += sequence.proposing.token_ms * num_accepted
 

@@ -179,6 +179,8 @@ def _line(record: RequestRecord, method: str, trace_id: str) -> str:
         "prompt_tokens": record.prompt_tokens,
         "cached_tokens": record.usage.cached_tokens,
         "completion_tokens": record.usage.completion_tokens,
+        "proposed_tokens": record.usage.proposed_tokens,
+        "accepted_tokens": record.usage.accepted_tokens,
         "finish_reasons": sorted(record.finish_reasons),
         "ended_by_limit": record.ended_by_limit or None,
         "error": record.error_code,

@@ -50,6 +50,7 @@ class CostBasis(msgspec.Struct, frozen=True, gc=False):
     full_ms: float
     step_ms: float
     decode_ms: float
+    """The time of a token of each running answer."""
     harm_ms: float
     """The harm per token of the request."""
     num_over_capacity: int
@@ -86,7 +87,7 @@ def cost_basis_of(
         budget,
         snapshot.full_ms,
         step_ms,
-        snapshot.decode_ms,
+        snapshot.decode_ms / snapshot.model.tokens_per_decode,
         HARM_SHARE * num_running * (max(0.0, snapshot.full_ms - snapshot.decode_ms) / budget),
         num_keeping + 1 - report.max_num_seqs if 0 < report.max_num_seqs <= num_keeping else 0,
         report.max_num_seqs,

@@ -160,18 +160,21 @@ class _ReplicaPredictor:
         # Predictions are longer by the typical error of the step-time model.
         error = shape.step_time.error_p50
         self._slowness = slowness * (1.0 + (min(0.5, error) if 0 < error < math.inf else 0.0))
+        # Proposed tokens that are right make answers of fewer steps, each of which computes the others, too.
+        self._per_step = model.tokens_per_decode
+        self._computed = max(1.0, shape.step_time.computed_per_decode)
 
     def predict(self, load: OfferedLoad, rate: float, together: float) -> Prediction:
         """Predict the latencies at `rate` requests per second, which come in groups of `together`."""
         step_s = self._steady_step_s(load, rate)
         if step_s is None:
             return Prediction(math.inf, math.inf, "steps")
-        decoding = rate * load.output_tokens * step_s
+        decoding = rate * load.output_tokens / self._per_step * step_s
         prefill = rate * load.computed_tokens * step_s
         high = decoding + self._spread * math.sqrt(decoding)
         if limit := self._exhausted(load, high, prefill):
             return Prediction(math.inf, math.inf, limit)
-        tpot_s = self._tpot_s(load, rate, high, prefill)
+        tpot_s = self._longest_step_s(load, rate, high, prefill) / self._per_step
         # A request waits for the rest of a step before its prompt can be computed.
         ttft_s = self._share * step_s + self._prompt_s(load, rate, decoding, together)
         return Prediction(ttft_s * 1000, tpot_s * 1000)
@@ -191,7 +194,8 @@ class _ReplicaPredictor:
         longest_s = self._longest_s(load)
         step_s = self._step_s(load, 1.0, 0.0)
         for _ in range(MAX_ROUNDS):
-            decoding, prefill = rate * load.output_tokens * step_s, rate * load.computed_tokens * step_s
+            decoding = rate * load.output_tokens / self._per_step * step_s
+            prefill = rate * load.computed_tokens * step_s
             following = self._mean_step_s(load, max(1.0, decoding), prefill)
             if following <= step_s * (1 + CONVERGED):
                 return following
@@ -212,7 +216,7 @@ class _ReplicaPredictor:
     def _step_s(self, load: OfferedLoad, decoding: float, prefill: float) -> float:
         context = load.prompt_tokens + load.output_tokens / 2
         products = prefill * load.prompt_tokens / 2
-        tokens = max(1, round(decoding + prefill))
+        tokens = max(1, round(decoding * self._computed + prefill))
         return self._model.predict_ms(tokens, round(decoding * context), round(products)) * self._slowness / 1000
 
     def _mean_step_s(self, load: OfferedLoad, decoding: float, prefill: float) -> float:
@@ -238,14 +242,15 @@ class _ReplicaPredictor:
         """Whether so many sequences of so many tokens, the last block half full, need more than the KV cache."""
         return sequences * (tokens + self._shape.block_size / 2) > MAX_UTILIZATION * self._shape.num_tokens
 
-    def _tpot_s(self, load: OfferedLoad, rate: float, decoding: float, prefill: float) -> float:
-        """Return the least fixed point of the time per token, since a longer decode shares steps with more prompts."""
+    def _longest_step_s(self, load: OfferedLoad, rate: float, decoding: float, prefill: float) -> float:
+        """Return the least fixed point of the time per step, since a longer decode shares steps with more prompts."""
+        num_steps = load.output_tokens / self._per_step
         budget = max(0.0, self._max_step_tokens - decoding)
         step_s = self._mean_step_s(load, max(1.0, decoding), prefill)
         for _ in range(MAX_ROUNDS):
-            met = rate * load.output_tokens * step_s
+            met = rate * num_steps * step_s
             prompts = (met + self._spread * math.sqrt(met)) * load.computed_tokens
-            met_tokens = min(budget, max(prefill, prompts / load.output_tokens))
+            met_tokens = min(budget, max(prefill, prompts / num_steps))
             following = self._mean_step_s(load, max(1.0, decoding), met_tokens)
             if following <= step_s * (1 + CONVERGED):
                 return following

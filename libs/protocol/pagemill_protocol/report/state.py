@@ -37,6 +37,10 @@ class StepTimeParams(msgspec.Struct, frozen=True, omit_defaults=True):
     error_p50: float = 0.0
     """Median relative error of recent predictions."""
     error_p95: float = 0.0
+    tokens_per_decode: float = 1.0
+    """Tokens that a decode samples in a step: more than 1 where proposed tokens were right."""
+    computed_per_decode: float = 1.0
+    """Tokens that a decode computes in a step, proposed ones included."""
 
 
 class Digests(msgspec.Struct, frozen=True, omit_defaults=True):

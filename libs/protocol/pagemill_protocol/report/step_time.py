@@ -96,6 +96,8 @@ class StepTimeModel:
         self._knot_ms = [0.0] * len(self._knots)
         self.pieces = StepTimePieces(self._knots[:-1], _pieces(self._knots, self._knot_ms), 0.0, 0.0)
         """The numbers that predictions use."""
+        self.tokens_per_decode = 1.0
+        """Tokens that a decode samples in a step, as the engine reported."""
         self._error_p50 = 0.0
         self._error_p95 = 0.0
         self._num_observed = 0
@@ -133,6 +135,7 @@ class StepTimeModel:
         model._num_observed = max(0, params.num_steps_observed)
         model._error_p50 = _finite(params.error_p50)
         model._error_p95 = _finite(params.error_p95)
+        model.tokens_per_decode = max(1.0, _finite(params.tokens_per_decode))
         model._publish()
         return model
 
@@ -220,7 +223,7 @@ class StepTimeModel:
         if self._num_observed % REFIT_EVERY == 0 or self._num_observed <= REFIT_EVERY:
             self._refit()
 
-    def params(self) -> StepTimeParams:
+    def params(self, tokens_per_decode: float = 1.0, computed_per_decode: float = 1.0) -> StepTimeParams:
         return StepTimeParams(
             knots_tokens=list(self._knots),
             knot_ms=list(self._knot_ms),
@@ -229,6 +232,8 @@ class StepTimeModel:
             num_steps_observed=self._num_observed,
             error_p50=self._error_p50,
             error_p95=self._error_p95,
+            tokens_per_decode=tokens_per_decode,
+            computed_per_decode=computed_per_decode,
         )
 
     def _row(self, sample: StepSample) -> Vector:

@@ -217,6 +217,10 @@ class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
     """Tokens that were proposed and generated; `None`: the client predicted nothing."""
     rejected_prediction_tokens: int | None = None
     """Tokens that were proposed and not generated."""
+    proposed_tokens: int = 0
+    """Tokens that were proposed and verified, whether the client predicted something or not."""
+    accepted_tokens: int = 0
+    """Those of them that were generated."""
 
 
 class FrameMeta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
