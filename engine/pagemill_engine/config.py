@@ -49,7 +49,7 @@ MOST_PROPOSED = 16
 PROPOSING = ("auto", "ngram", "draft", "off")
 """Methods of this package."""
 PROPOSER_GROUP = "pagemill.proposers"
-"""Entry points of methods of other packages (`proposing.methods`)."""
+"""Entry points of methods of other packages (`loop.speculation`)."""
 
 
 class StepLimits(NamedTuple):

@@ -38,8 +38,8 @@ def test_a_waiting_request_expects_answers_to_end_by_the_tokens_of_a_step() -> N
     bases = []
     for sampled in (1.0, 2.0):
         step_time = replace(params(1.0), tokens_per_decode=sampled)
-        report = PodReport(load=load, max_num_seqs=4)
         snapshot = take_snapshot(StepTimeModel.from_params(step_time), 512, 4, 400)
+        report = PodReport(load, 16, 512, 4, snapshot)
         bases.append(cost_basis_of(report, snapshot, 0, 0))
     (_, alone, _, _), (_, two, _, _) = cost_terms(bases, [0, 0], 10, 50.0)
     assert alone > 0
