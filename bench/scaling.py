@@ -87,7 +87,7 @@ def engine_of(name: str) -> EngineConfig:
 
 def shape(engine: EngineConfig) -> Shape:
     return Shape(
-        num_blocks=engine.num_kv_blocks or 0,
+        num_bytes=engine.num_kv_blocks or 0,
         block_size=engine.block_size,
         max_num_seqs=engine.step.max_num_seqs,
         max_step_tokens=engine.step.max_num_batched_tokens,

@@ -234,10 +234,9 @@ class Pod:
         total, active = self._kind.num_blocks, self._num_active_blocks()
         evictable = min(total - active, len(self._prefix_chunks) * self._kind.prefix_chunk_blocks)
         return EngineLoad(
-            num_blocks_total=total,
-            num_blocks_free=total - active - evictable,
-            num_blocks_evictable=evictable,
-            num_blocks_active=active,
+            num_kv_bytes_total=total,
+            num_kv_bytes_evictable=evictable,
+            num_kv_bytes_active=active,
             num_requests_running=self.num_running,
             num_tokens_running=self._num_tokens,
             step_ms=self._kind.step_s * 1000,

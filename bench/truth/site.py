@@ -75,7 +75,7 @@ def engine_of(state: StateFrame) -> EngineConfig:
     """Return the simulator's engine settings: the same capacity, and the step times that the engine has learned."""
     return EngineConfig(
         model="measured",
-        num_kv_blocks=state.load.num_blocks_total,
+        num_kv_blocks=state.load.num_kv_bytes_total // (sum(kind.block_bytes for kind in state.kinds) or 1),
         block_size=state.block_size,
         max_model_len=state.max_model_len,
         max_num_seqs=state.max_num_seqs,

@@ -206,8 +206,8 @@ def model() -> Page:
     found = per_second(engine("vllm:prefix_cache_hits_total"), "model_name")
     looked_up = per_second(engine("vllm:prefix_cache_queries_total"), "model_name")
     cache = [
-        Panel("KV blocks", "Held by requests (active), cached and evictable, and free.", "none", [
-            (total(engine("pagemill_engine_kv_blocks"), "model_name", "state"), f"{name} {{{{state}}}}")
+        Panel("KV cache", "Held by requests (active), cached and evictable, and free.", "bytes", [
+            (total(engine("pagemill_engine_kv_bytes"), "model_name", "state"), f"{name} {{{{state}}}}")
         ]),
         Panel("Prefix cache hits", "Share of the prompt tokens that were found in the prefix cache.", "percentunit", [
             (f"{found} / ({looked_up} > 0)", name)

@@ -81,7 +81,7 @@ class SimulatedPod:
             max_num_batched_tokens=settings.step.max_num_batched_tokens,
             max_num_seqs=settings.step.max_num_seqs,
             prefix_chunk_blocks=prefix_chunk_blocks(info.block_size, info.num_blocks),
-            load=EngineLoad(num_blocks_total=info.num_blocks, num_blocks_free=info.num_blocks),
+            load=EngineLoad(num_kv_bytes_total=info.num_blocks),
             start_s=start_s or {},
         )
 

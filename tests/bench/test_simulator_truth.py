@@ -18,7 +18,7 @@ STATE = StateFrame(
     max_model_len=2048,
     max_num_batched_tokens=512,
     max_num_seqs=64,
-    load=EngineLoad(num_blocks_total=1024),
+    load=EngineLoad(num_kv_bytes_total=1024),
 )
 
 

@@ -171,7 +171,7 @@ def test_the_autoscalers_prediction_agrees_with_the_simulated_scheduler(
     input_tokens: int, output_tokens: int, share_of_capacity: float
 ) -> None:
     """Time per token agrees closely; time to first token is predicted conservatively, since lengths usually vary."""
-    roomy = REPLICA._replace(shape=msgspec.structs.replace(SHAPE, num_blocks=4000))
+    roomy = REPLICA._replace(shape=msgspec.structs.replace(SHAPE, num_bytes=4000))
     workload = PlannedWorkload(1.0, input_tokens, output_tokens)
     rate = share_of_capacity * forecast(roomy, workload, Slo(), 50, None).capacity
     predicted = forecast(roomy, workload.at(rate), Slo(), 1, None).chosen

@@ -201,7 +201,7 @@ def test_without_an_slo_throughput_limits_prefill(gbit_per_s: float, limit: str)
 
 
 def test_prefill_replicas_need_blocks_for_prompts_that_are_transferred() -> None:
-    few = REPLICA._replace(shape=msgspec.structs.replace(REPLICA.shape, num_blocks=70))
+    few = REPLICA._replace(shape=msgspec.structs.replace(REPLICA.shape, num_bytes=70))
     load = PlannedWorkload(2.0, 500, 50).offered
     held_s = 1.0
     assert Predictor(few.shape, 0.95).predict_prefill(load, 1).limit == ""

@@ -122,7 +122,7 @@ def drain(core: EngineCore) -> tuple[Answers, Counter[tuple[str, int]], Counter[
             errors[out.request_id] += out.error is not None
         assert step.num_step_tokens > 0 or step.outputs or not core.has_work, "a step must run while requests exist"
     load = core.load()
-    assert (load.num_blocks_active, load.num_requests_running, load.num_requests_waiting) == (0, 0, 0)
+    assert (load.num_kv_bytes_active, load.num_requests_running, load.num_requests_waiting) == (0, 0, 0)
     assert (load.num_tokens_running, load.num_tokens_waiting) == (0, 0)
     return answers, ends, errors
 
@@ -169,7 +169,7 @@ def test_an_abort_at_any_time_ends_a_search_as_a_whole(
             ends[out.request_id, out.choice] += out.finish_reason is not None
         core.check_integrity()
     assert ends == Counter(key for request in requests for key in choices_of(request))
-    assert core.load().num_blocks_active == 0
+    assert core.load().num_kv_bytes_active == 0
 
 
 @settings(max_examples=num_examples(60), deadline=None, suppress_health_check=list(HealthCheck))
@@ -218,7 +218,7 @@ def test_beams_share_their_prompt_and_copy_only_the_blocks_that_they_write(check
     most = copies = 0
     while core.has_work:
         core.step()
-        most = max(most, core.load().num_blocks_active)
+        most = max(most, core.load().num_kv_bytes_active)
         copies += len(core.runner.plans[-1].tables[0].copies)
     # A row has 31 tokens with KV: 8 blocks, of which 5 are the prompt's.
     assert most <= 5 + 4 * 3

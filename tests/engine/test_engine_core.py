@@ -196,7 +196,7 @@ def test_a_fault_while_a_step_is_processed_fails_its_requests_and_later_ones_are
     assert failed or name == "free"
     assert all(out.error is not None and "ZeroDivisionError" in out.error for out in failed)
     assert all(out.finish_reason == "length" for out in ends if out not in failed)
-    assert (core.load().num_blocks_active, core.num_failed_steps_in_a_row) == (0, 0)
+    assert (core.load().num_kv_bytes_active, core.num_failed_steps_in_a_row) == (0, 0)
 
 
 def test_a_fault_while_a_step_is_planned_fails_the_requests_that_it_may_affect(
@@ -328,7 +328,7 @@ def test_warm_up_generates_a_token_measures_steps_and_leaves_no_state(checking_r
     assert core.scheduler.kv.snapshot() == []
     step = core.step()
     assert (step.prefixes, step.outputs) == (None, [])
-    assert core.load().num_blocks_evictable == 0
+    assert core.load().num_kv_bytes_evictable == 0
 
 
 def test_larger_steps_are_measured_while_idle_until_the_first_request(checking_runner: Make) -> None:

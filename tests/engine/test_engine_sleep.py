@@ -64,7 +64,7 @@ def test_after_sleep_no_token_is_cached_and_every_answer_is_the_same(core: Engin
     assert news.prefixes is not None
     assert set(news.prefixes.removed) == cached
     assert core.scheduler.kv.snapshot() == []
-    assert core.load().num_blocks_active == core.load().num_blocks_evictable == 0
+    assert core.load().num_kv_bytes_active == core.load().num_kv_bytes_evictable == 0
     core.runner.wake()
     core.check_integrity()
     assert generate(core, "c", prompt) == (before, 0)

@@ -54,7 +54,7 @@ def test_oversubscribed_caches_give_the_same_answers(
     assert pressed == plenty
     assert all(len(answer) == OUTPUT_TOKENS for answer in pressed.values())
     assert (core.scheduler.num_preemptions > 0) == (oversubscription > 1)
-    assert core.load().num_blocks_active == 0
+    assert core.load().num_kv_bytes_active == 0
     # A preempted row computes its tokens again: without a limit on new rows, the same work would be repeated many
     # times.
     num_computed = sum(plan.num_tokens for plan in core.runner.plans)  # type: ignore[attr-defined]

@@ -52,7 +52,7 @@ def alone(checking_runner: Make, wanted: GenerateRequest) -> list[int]:
 
 def assert_clean(core: EngineCore) -> None:
     load = core.load()
-    assert (load.num_blocks_active, load.num_requests_running, load.num_requests_waiting) == (0, 0, 0)
+    assert (load.num_kv_bytes_active, load.num_requests_running, load.num_requests_waiting) == (0, 0, 0)
     assert (load.num_tokens_waiting, core.has_work, core.step().outputs) == (0, False, [])
 
 

@@ -95,7 +95,7 @@ def serve(core: EngineCore, requests: list[GenerateRequest], stagger: int = 0) -
     assert set(ends) == all_choices(requests)
     assert set(ends.values()) <= {1}
     load = core.load()
-    assert (load.num_blocks_active, load.num_requests_running, load.num_requests_waiting) == (0, 0, 0)
+    assert (load.num_kv_bytes_active, load.num_requests_running, load.num_requests_waiting) == (0, 0, 0)
     assert (load.num_tokens_running, load.num_tokens_waiting) == (0, 0)
     return answers
 
@@ -140,7 +140,7 @@ def test_aborts_at_any_time_leave_no_state(
     assert ends == Counter(
         {(request.request_id, choice) for request in requests for choice in range(request.sampling.n)}
     )
-    assert core.load().num_blocks_active == 0
+    assert core.load().num_kv_bytes_active == 0
 
 
 @settings(max_examples=num_examples(60), deadline=None, suppress_health_check=list(HealthCheck))

@@ -442,11 +442,11 @@ def test_load_counts_requests_and_tokens() -> None:
     load = scheduler.load()
     assert (load.num_requests_running, load.num_requests_waiting) == (1, 2)
     assert (load.num_tokens_running, load.num_tokens_waiting) == (16, 4 + 11)
-    assert (load.num_blocks_active, load.num_blocks_free, load.num_blocks_evictable) == (4, 60, 0)
+    assert (load.num_kv_bytes_active, load.num_kv_bytes_free, load.num_kv_bytes_evictable) == (4, 60, 0)
     scheduler.abort("a")
     scheduler.abort("b")
     load = scheduler.load()
-    assert (load.num_tokens_waiting, load.num_blocks_active, load.num_blocks_evictable) == (0, 0, 4)
+    assert (load.num_tokens_waiting, load.num_kv_bytes_active, load.num_kv_bytes_evictable) == (0, 0, 4)
     assert load.kv_cache_usage == 0
 
 

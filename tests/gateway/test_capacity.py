@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -21,14 +23,16 @@ from pagemill_gateway.brain.endpoints.record import EndpointRecord, has_capacity
 from pagemill_gateway.brain.endpoints.reports import EndpointReports
 from pagemill_gateway.brain.queue.deployment_queue import UNKNOWN_WAIT_S, DrainRate
 from pagemill_protocol.catalog import Endpoint
-from pagemill_protocol.report.cache_kinds import CacheKind
-from pagemill_protocol.report.state import EngineLoad, StateFrame
+from pagemill_protocol.report.cache_kinds import ONE_KIND, CacheKind, one_kind
+from pagemill_protocol.report.state import EngineLoad, KindBytes, StateFrame
 
 
 class Engine:
     """An endpoint's record and the reports for it."""
 
-    def __init__(self, *, max_num_seqs: int = 0, blocks: int = 0) -> None:
+    def __init__(self, *, max_num_seqs: int = 0, blocks: int = 0, kinds: Sequence[CacheKind] = ONE_KIND) -> None:
+        """`blocks`: the size of the cache, in blocks of one byte unless `kinds` have others."""
+        self.kinds = list(kinds)
         endpoint = Endpoint(id="e", data_url="http://e:1", control_url="http://e:2")
         self.record = EndpointRecord(endpoint, "d", EndpointReports(3.0))
         self.max_num_seqs, self.blocks = max_num_seqs, blocks
@@ -36,16 +40,16 @@ class Engine:
         self._sequence = 0
         self._decision = 0
 
-    def report(self, *, active: int = 0, **load: int) -> None:
+    def report(self, *, active: int = 0, **load: Any) -> None:
         self._sequence += 1
-        free = self.blocks - active
         frame = StateFrame(
             sequence=self._sequence,
             snapshot=self._sequence == 1,
             max_model_len=1000,
             max_num_seqs=self.max_num_seqs,
             block_size=10,
-            load=EngineLoad(num_blocks_total=self.blocks, num_blocks_free=free, num_blocks_active=active, **load),
+            kinds=self.kinds,
+            load=EngineLoad(num_kv_bytes_total=self.blocks, num_kv_bytes_active=active, **load),
         )
         reserved = self.record.reserved
         self.record.reports.accept(frame, reserved.num_sequences, self.now, reserved.num_low_priority_sequences)
@@ -57,7 +61,7 @@ class Engine:
     def send(self, need: CapacityNeed) -> int:
         self._decision += 1
         self.record.in_flight += 1
-        self.record.reserved.reserve(self._decision, need, need.num_blocks(10))
+        self.record.reserved.reserve(self._decision, need, need.num_bytes(10, self.kinds))
         return self._decision
 
     def fill(self, need: CapacityNeed) -> int:
@@ -116,16 +120,43 @@ def test_batch_lines_of_another_gateway_give_way_while_the_report_is_fresh() -> 
 
 
 def test_sequences_share_the_blocks_of_their_prompt() -> None:
-    assert need(prompt=21, output=30).num_blocks(10) == 3 + 3
-    assert need(prompt=21, output=30, sequences=4).num_blocks(10) == 3 + 4 * 3
+    assert need(prompt=21, output=30).num_bytes(10, ONE_KIND) == 3 + 3
+    assert need(prompt=21, output=30, sequences=4).num_bytes(10, ONE_KIND) == 3 + 4 * 3
 
 
-def test_behind_a_window_tokens_need_no_more_blocks() -> None:
-    kinds = [CacheKind("full", None, (0,), 100), CacheKind("window-40", 40, (1, 2, 3, 4, 5), 500)]
-    assert need(prompt=30, output=1).num_blocks(10, kinds) == need(prompt=30, output=1).num_blocks(10)
-    # 100 blocks in one layer of six, and at most the window's 4 and one more in five.
-    assert need(prompt=1000, output=1).num_blocks(10, kinds) == -(-(100 * 100 + 5 * 500) // 600) + 1
-    assert need(prompt=1, output=1000, sequences=4).num_blocks(10, kinds) == 1 + 4 * -(-(100 * 100 + 5 * 500) // 600)
+def windowed(window: int, num_full: int, num_windowed: int) -> list[CacheKind]:
+    """Return the kinds of a model with so many layers of each."""
+    return [CacheKind("full", block_bytes=100 * num_full), CacheKind("w", window, block_bytes=100 * num_windowed)]
+
+
+def test_behind_a_window_tokens_need_no_more_bytes() -> None:
+    kinds = windowed(40, 1, 5)
+    assert need(prompt=30, output=1).num_bytes(10, kinds) == 600 * need(prompt=30, output=1).num_bytes(10, ONE_KIND)
+    # 101 blocks in one layer of six, and at most the window's 4 and one more in five.
+    assert need(prompt=1000, output=1).num_bytes(10, kinds) == 101 * 100 + 5 * 500
+    assert need(prompt=1, output=1000, sequences=4).num_bytes(10, kinds) == 401 * 100 + 4 * 5 * 500
+
+
+@pytest.mark.parametrize(("window", "num_windowed", "share"), [(1024, 5, 0.20), (128, 1, 0.51)])
+def test_an_engine_gets_as_many_windowed_sequences_as_it_can_hold(window: int, num_windowed: int, share: float) -> None:
+    kinds = windowed(window, 1, num_windowed)
+    wanted, full = need(prompt=32_768, output=1), [one_kind(kinds)]
+    size = wanted.num_bytes(10, kinds)
+    assert size <= share * wanted.num_bytes(10, full)
+    for several, count in ((full, int(5 * share)), (kinds, 5)):
+        engine = Engine(blocks=5 * size, kinds=several)
+        engine.report()
+        assert engine.fill(wanted) == count
+    # Those that hold their windows already need no more than their next block.
+    engine = Engine(blocks=5 * size, kinds=kinds)
+    engine.report()
+    for decision in [engine.send(wanted) for _ in range(3)]:
+        engine.record.reserved.accepted(decision)
+    held = [KindBytes(0, 3 * 3277 * 100, 0), KindBytes(0, 3 * (size - 3278 * 100), 0)]
+    running = {"num_requests_running": 3, "num_tokens_running": 3 * 32_769, "kind_bytes": held}
+    for _ in range(2):
+        engine.report(active=sum(each.active for each in held), **running)
+    assert engine.fill(wanted) == 2
 
 
 def test_blocks_are_reserved_before_any_report_shows_them() -> None:
@@ -179,12 +210,12 @@ def test_two_reports_after_its_acceptance_only_growth_of_a_request_is_reserved()
     engine.report()
     decision = engine.send(need(prompt=100, output=200))
     engine.report(active=10, num_requests_running=1, num_tokens_running=100)
-    assert engine.record.reserved.num_unreported_blocks == 30, "the engine has not accepted the request"
+    assert engine.record.reserved.num_unreported_bytes == 30, "the engine has not accepted the request"
     engine.record.reserved.accepted(decision)
     engine.report(active=10, num_requests_running=1, num_tokens_running=100)
-    assert engine.record.reserved.num_unreported_blocks == 30, "that report may have been sent before the acceptance"
+    assert engine.record.reserved.num_unreported_bytes == 30, "that report may have been sent before the acceptance"
     engine.report(active=10, num_requests_running=1, num_tokens_running=100)
-    assert engine.record.reserved.num_unreported_blocks == 0
+    assert engine.record.reserved.num_unreported_bytes == 0
     free = 100 - 10 - 20 - 1  # one for a last block that is not full
     assert engine.fits(need(prompt=10 * free, output=0))
     assert not engine.fits(need(prompt=10 * free + 1, output=0))
@@ -208,7 +239,7 @@ def test_every_reservation_is_released_in_full(data: st.DataObject) -> None:
             prompt, output = data.draw(st.integers(0, 99)), data.draw(st.integers(1, 99))
             some = need(prompt, output, data.draw(st.integers(1, 4)))
             wanted = replace(some, is_low_priority=data.draw(st.booleans()))
-            reserved.reserve(decision, wanted, wanted.num_blocks(16))
+            reserved.reserve(decision, wanted, wanted.num_bytes(16, ONE_KIND))
             open_decisions.add(decision)
         elif action == "accepted" and open_decisions:
             reserved.accepted(data.draw(st.sampled_from(sorted(open_decisions))))
@@ -219,7 +250,7 @@ def test_every_reservation_is_released_in_full(data: st.DataObject) -> None:
             open_decisions.remove(gone)
             assert reserved.release(gone) is not None
             assert reserved.release(gone) is None
-        assert 0 <= reserved.num_unreported_blocks <= reserved.num_blocks
+        assert 0 <= reserved.num_unreported_bytes <= reserved.num_bytes
         assert 0 <= reserved.num_low_priority_sequences <= reserved.num_sequences
         assert len(reserved) == len(open_decisions)
     for decision in open_decisions:
@@ -227,8 +258,8 @@ def test_every_reservation_is_released_in_full(data: st.DataObject) -> None:
     counts = (
         reserved.num_sequences,
         reserved.num_low_priority_sequences,
-        reserved.num_blocks,
-        reserved.num_unreported_blocks,
+        reserved.num_bytes,
+        reserved.num_unreported_bytes,
         reserved.num_reported_sequences,
         reserved.num_reported_prompt_tokens,
         reserved.num_reported_output_tokens,

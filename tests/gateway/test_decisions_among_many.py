@@ -84,9 +84,9 @@ def cost(
     answer_ms = request.num_output_tokens * snapshot.decode_ms
     if 0 < report.max_num_seqs <= num_before:
         wait_ms = (num_before + 1 - report.max_num_seqs) * answer_ms / report.max_num_seqs
-    missing = (num_uncached + num_ahead) // report.block_size + 1 - load.num_blocks_free
-    if num_before and load.num_blocks_active and missing > 0:
-        wait_ms = max(wait_ms, missing * answer_ms / load.num_blocks_active)
+    missing = (num_uncached + num_ahead) // report.block_size + 1 - (load.num_kv_bytes_total - load.num_kv_bytes_active)
+    if num_before and load.num_kv_bytes_active and missing > 0:
+        wait_ms = max(wait_ms, missing * answer_ms / load.num_kv_bytes_active)
     token_ms = max(0.0, snapshot.full_ms - snapshot.decode_ms) / budget
     harm_ms = HARM_SHARE * num_running * token_ms * (num_uncached + request.num_output_tokens)
     return step_ms, wait_ms, prefill_ms, harm_ms, step_ms + wait_ms + prefill_ms
@@ -115,14 +115,14 @@ def one_by_one(request: RequestView, candidates: list[Candidate]) -> tuple[Candi
 def candidates(draw: st.DrawFn) -> Candidate:
     num_running, num_tokens_running = draw(st.integers(0, 60)), draw(st.integers(0, 20000))
     snapshot = take_snapshot(draw(st.sampled_from(MODELS)), 512, num_running, num_tokens_running)
+    active = draw(st.integers(0, 1000))
     load = EngineLoad(
         num_requests_running=num_running,
         num_requests_waiting=draw(st.integers(0, 3)),
         num_tokens_running=num_tokens_running,
         num_tokens_waiting=draw(st.sampled_from([0, 0, 0, 312, 412, 3000])),
-        num_blocks_total=1000,
-        num_blocks_free=draw(st.sampled_from([0, 7, 1000])),
-        num_blocks_active=draw(st.integers(0, 1000)),
+        num_kv_bytes_total=draw(st.sampled_from([0, 7, 1000])) + active,
+        num_kv_bytes_active=active,
     )
     report = PodReport(load, 16, 512, draw(st.sampled_from([0, 8, 64])), snapshot)
     num_unreported, num_tokens = draw(st.sampled_from([(0, 0), (1, 1), (2, 200), (9, 4000)]))
@@ -244,8 +244,8 @@ class World:
             num_requests_waiting=waiting,
             num_tokens_running=running * 200,
             num_tokens_waiting=waiting * rng.randrange(1, 900),
-            num_blocks_free=rng.choice([5, 500]),
-            num_blocks_active=running * 13,
+            num_kv_bytes_total=rng.choice([5, 500]) + running * 13,
+            num_kv_bytes_active=running * 13,
         )
         frame = StateFrame(
             sequence=sequence,

@@ -223,7 +223,7 @@ def test_requests_beyond_the_kv_cache_wait_in_the_gateway(start_cluster: Callabl
             return client.completions.create(prompt=prompt, **options).usage.completion_tokens
 
         assert list(pool.map(ask, range(30))) == [100] * 30
-    cluster.wait(lambda endpoints: endpoints[0]["reserved_blocks"] == 0 and endpoints[0]["load"] is not None)
+    cluster.wait(lambda endpoints: endpoints[0]["reserved_bytes"] == 0 and endpoints[0]["load"] is not None)
     assert cluster.endpoints()[0]["load"]["num_preemptions"] == 0
     metrics = fetch(cluster.control_url + "/metrics")
     assert "pagemill_gateway_upstream_attempts_total{" in metrics

@@ -45,19 +45,19 @@ def measured(registry: Registry, now: float) -> DeploymentLoad:
 
 
 def test_loads_of_all_engines_are_added_up() -> None:
-    one = EngineLoad(num_blocks_total=100, num_blocks_active=50, num_requests_running=2, num_requests_waiting=1)
-    two = EngineLoad(num_blocks_total=300, num_blocks_active=50, num_requests_running=3, num_blocks_evictable=200)
+    one = EngineLoad(num_kv_bytes_total=100, num_kv_bytes_active=50, num_requests_running=2, num_requests_waiting=1)
+    two = EngineLoad(num_kv_bytes_total=300, num_kv_bytes_active=50, num_requests_running=3, num_kv_bytes_evictable=200)
     load = measured(registry_with(one, two, None), now=102.0)
     engines = load.engines
     assert (load.key, load.pods.ready, load.pods.loading) == ("ns/d", 2, 1)
-    assert (engines.num_blocks_active, engines.num_blocks_total) == (100, 400), "cached blocks are not active"
+    assert (engines.num_kv_bytes_active, engines.num_kv_bytes_total) == (100, 400), "cached blocks are not active"
     assert (engines.num_requests_running, engines.num_requests_waiting) == (5, 1)
     assert (engines.truth, engines.age_s, engines.num_reporting) == ("value", 2.0, 2)
     assert engines.step_time.num_steps_observed == 1
 
 
 def test_step_times_of_engines_are_compared_with_the_one_that_has_observed_most() -> None:
-    registry = registry_with(*[EngineLoad(num_blocks_total=10)] * 3, None)
+    registry = registry_with(*[EngineLoad(num_kv_bytes_total=10)] * 3, None)
     for index, slowness in enumerate((1.6, 1.0, 0.5)):
         params = StepTimeParams([1, 512], [10.0 * slowness, 90.0 * slowness], num_steps_observed=7 if index == 1 else 1)
         frame = StateFrame(sequence=1, snapshot=True, max_model_len=10, step_time=params)
@@ -73,9 +73,9 @@ def test_step_times_of_engines_are_compared_with_the_one_that_has_observed_most(
     ("now", "truth", "num_reporting"), [(101.5, "value", 2), (103.5, "stale", 1), (200, "stale", 0)]
 )
 def test_old_reports_are_stale_and_do_not_count_as_zero(now: float, truth: str, num_reporting: int) -> None:
-    load = EngineLoad(num_blocks_total=10, num_blocks_active=10)
+    load = EngineLoad(num_kv_bytes_total=10, num_kv_bytes_active=10)
     engines = measured(registry_with(load, load), now).engines
-    assert (engines.truth, engines.num_reporting, engines.num_blocks_total) == (
+    assert (engines.truth, engines.num_reporting, engines.num_kv_bytes_total) == (
         truth,
         num_reporting,
         10 * num_reporting,
@@ -88,15 +88,15 @@ def test_an_engine_without_reports_is_unknown_and_no_engine_is_a_zero() -> None:
 
 
 def test_silent_engines_that_are_draining_make_the_load_not_unknown() -> None:
-    registry = registry_with(EngineLoad(num_blocks_total=10), None)
+    registry = registry_with(EngineLoad(num_kv_bytes_total=10), None)
     for record in registry.endpoints.values():
         record.draining = True
     assert measured(registry, 200.0).engines.truth == "value", "both engines were draining"
 
 
 def test_the_load_of_each_engine_is_reported_by_its_id() -> None:
-    one = EngineLoad(num_blocks_total=9, num_blocks_active=5, num_requests_running=2, num_requests_waiting=1)
-    two = EngineLoad(num_blocks_active=1)
+    one = EngineLoad(num_kv_bytes_total=9, num_kv_bytes_active=5, num_requests_running=2, num_requests_waiting=1)
+    two = EngineLoad(num_kv_bytes_active=1)
     registry = registry_with(one, two, None)
     registry.endpoints["1"].in_flight = 4
     load = measured(registry, 102.0)
@@ -140,15 +140,17 @@ async def test_changes_are_reported_as_they_happen(engines, gateways, fake) -> N
         frames = load_frames(response)
         first = await anext(frames)
         (load,) = first.deployments
-        assert (load.key, load.pods.ready, load.engines.num_blocks_total) == ("default/d", 2, 0)
-        await engines[0].push_state(load=EngineLoad(num_blocks_total=10, num_blocks_active=5, num_requests_running=4))
+        assert (load.key, load.pods.ready, load.engines.num_kv_bytes_total) == ("default/d", 2, 0)
+        await engines[0].push_state(
+            load=EngineLoad(num_kv_bytes_total=10, num_kv_bytes_active=5, num_requests_running=4)
+        )
         number = first.sequence
-        while not load.engines.num_blocks_total:
+        while not load.engines.num_kv_bytes_total:
             frame = await anext(frames)
             (load,) = frame.deployments
             assert frame.sequence == number + 1
             number = frame.sequence
-        assert (load.engines.num_blocks_active, load.engines.num_requests_running) == (5, 4)
+        assert (load.engines.num_kv_bytes_active, load.engines.num_requests_running) == (5, 4)
 
 
 async def test_requests_are_reported_with_their_rate_latency_and_lengths(engines, gateways, fake) -> None:

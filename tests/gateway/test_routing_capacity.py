@@ -39,9 +39,8 @@ def frame(
     **fields: Any,
 ) -> StateFrame:
     load = EngineLoad(
-        num_blocks_total=60,
-        num_blocks_free=60 - active,
-        num_blocks_active=active,
+        num_kv_bytes_total=60,
+        num_kv_bytes_active=active,
         num_requests_running=1 if active else 0,
         num_tokens_running=active * BLOCK,
     )
@@ -186,7 +185,7 @@ async def test_an_expected_prefix_without_a_report_expires() -> None:
 
 async def test_on_silent_pods_neither_old_load_nor_old_prefixes_count() -> None:
     routing_request = ask_of(1, 128)
-    load = EngineLoad(num_requests_waiting=50, num_tokens_waiting=50_000, num_blocks_total=60, num_blocks_free=60)
+    load = EngineLoad(num_requests_waiting=50, num_tokens_waiting=50_000, num_kv_bytes_total=60)
     world = World(loaded=msgspec.structs.replace(frame(cached=(routing_request,)), load=load), idle=frame())
     received = [await world.choose(ask_of(2, 128)) for _ in range(2)]
     assert {each.endpoint_id for each in received} == {"idle"}
@@ -234,6 +233,6 @@ async def test_a_report_counts_each_sequence_of_a_request() -> None:
     record = world.record("a")
     world.brain.observer.observe("a", frame(2, active=1))
     assert record.dispatches.num_unreported == 2, "one sequence of five has arrived: both requests may be on their way"
-    load = EngineLoad(num_requests_running=4, num_blocks_total=60, num_blocks_free=60)
+    load = EngineLoad(num_requests_running=4, num_kv_bytes_total=60)
     world.brain.observer.observe("a", msgspec.structs.replace(frame(3), load=load))
     assert (record.dispatches.num_unreported, record.dispatches.num_unreported_tokens) == (1, 100)

@@ -33,7 +33,7 @@ def pod(name: str = "a", *, in_flight: int = 0, last_chosen: int = 0, cached: in
         if key in fields
     }
     model, max_num_seqs = fields.pop("model", PLAIN), fields.pop("max_num_seqs", 0)
-    load = EngineLoad(**{"num_blocks_total": 100, "num_blocks_free": 100, **fields})
+    load = EngineLoad(**{"num_kv_bytes_total": 100, **fields})
     snapshot = take_snapshot(model, 100, load.num_requests_running, 0) if model is not None else None
     report = PodReport(load, 16, 100, max_num_seqs, snapshot)
     return Candidate(name, in_flight, 0, last_chosen, report, True, cached, **own)
@@ -71,7 +71,7 @@ def test_without_slots_or_blocks_a_request_waits_for_others_to_end() -> None:
     request = RequestView(32, num_output_tokens=10.0)
     full = pod(num_requests_running=4, max_num_seqs=4)
     assert terms(CostPolicy().choose(request, [full]))["wait_ms"] == pytest.approx(1 * 10 * 14 / 4)
-    packed = pod(num_requests_running=4, num_blocks_active=100, num_blocks_free=1)
+    packed = pod(num_requests_running=4, num_kv_bytes_total=101, num_kv_bytes_active=100)
     assert terms(CostPolicy().choose(request, [packed]))["wait_ms"] == pytest.approx(2 * 10 * 14 / 100)
 
 
@@ -145,8 +145,8 @@ pods = st.builds(
     num_requests_running=st.integers(0, 200),
     num_requests_waiting=st.integers(0, 50),
     num_tokens_waiting=st.integers(0, 10**6),
-    num_blocks_free=st.integers(0, 100),
-    num_blocks_active=st.integers(0, 100),
+    num_kv_bytes_total=st.integers(100, 200),
+    num_kv_bytes_active=st.integers(0, 100),
     num_unreported_tokens=st.integers(0, 10**5),
 )
 
@@ -174,9 +174,9 @@ def test_llm_d_scores_queues_between_the_shortest_and_the_longest() -> None:
 
 def test_weighted322_adds_queue_kv_and_prefix_with_their_weights() -> None:
     candidates = [
-        pod("a", num_requests_waiting=0, num_blocks_active=80),
-        pod("b", num_requests_waiting=2, num_blocks_active=20, cached=64),
-        pod("c", num_requests_waiting=4, num_blocks_active=50, cached=128),
+        pod("a", num_requests_waiting=0, num_kv_bytes_active=80),
+        pod("b", num_requests_waiting=2, num_kv_bytes_active=20, cached=64),
+        pod("c", num_requests_waiting=4, num_kv_bytes_active=50, cached=128),
     ]
     decision = Weighted322().choose(RequestView(128), candidates)
     assert [row[-1] for row in decision.rows] == pytest.approx([2 + 0.4, 1 + 1.6 + 1.5, 0 + 1 + 3])

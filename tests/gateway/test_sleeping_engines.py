@@ -37,7 +37,7 @@ class Front:
 
     def says(self, name: str, *, running: int = 0, **fields: Any) -> None:
         self._sequence[name] += 1
-        load = EngineLoad(num_blocks_total=100, num_blocks_free=100, num_requests_running=running)
+        load = EngineLoad(num_kv_bytes_total=100, num_requests_running=running)
         frame = StateFrame(
             sequence=self._sequence[name],
             snapshot=self._sequence[name] == 1,
@@ -99,7 +99,7 @@ def test_a_sleeping_engine_is_neither_capacity_nor_loading() -> None:
     front.says("b", sleeping=True)
     assert front.load.pods == PodCounts(ready=2, asleep=1)
     assert front.load.asleep == ["b"]
-    assert (front.load.engines.num_reporting, front.load.engines.num_blocks_total) == (2, 200)
+    assert (front.load.engines.num_reporting, front.load.engines.num_kv_bytes_total) == (2, 200)
     front.says("a", sleeping=True)
     front.says("c", sleeping=True)
     assert (front.load.engines.truth, front.load.engines.num_reporting) == ("value", 0), (

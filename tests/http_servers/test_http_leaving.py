@@ -36,7 +36,7 @@ def frees_everything(engine: HttpServer, gateway: HttpServer) -> None:
         headers = {"Authorization": f"Bearer {gateway.control_token}"}
         status = httpx2.get(gateway.control_url + "/status", headers=headers, timeout=ANSWER_TIMEOUT_S).json()
         (endpoint,) = status["models"][0]["endpoints"]
-        return int(endpoint["in_flight"] + endpoint["reserved_blocks"] + status["num_requests"])
+        return int(endpoint["in_flight"] + endpoint["reserved_bytes"] + status["num_requests"])
 
     wait_until(lambda: in_flight() == 0)
 

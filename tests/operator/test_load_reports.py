@@ -53,8 +53,8 @@ def frame(running: int = 2, *, age_s: float = 0.0, ready: int = 1, queued: int =
         truth="value",
         age_s=age_s,
         num_reporting=ready,
-        num_blocks_total=100,
-        num_blocks_active=50,
+        num_kv_bytes_total=100,
+        num_kv_bytes_active=50,
         num_requests_running=running,
         num_requests_waiting=1,
     )
@@ -78,7 +78,7 @@ def test_of_reports_on_the_same_engines_the_newest_counts(loads: LoadStore, cloc
     loads.put("g1", frame(7, age_s=0.1))
     loads.put("g2", frame(5, age_s=3.0))
     assert loads.measured(KEY) == EngineLoad(
-        num_blocks_total=100, num_blocks_active=50, num_requests_running=7, num_requests_waiting=1
+        num_kv_bytes_total=100, num_kv_bytes_active=50, num_requests_running=7, num_requests_waiting=1
     )
     assert signals(loads, num_gateways=2).engines.num_requests_running == 7
     clock.now += 4
@@ -105,8 +105,8 @@ def test_ready_engines_without_reports_make_the_sums_stale(loads: LoadStore) -> 
 
 
 def test_for_each_engine_the_highest_reported_load_counts(loads: LoadStore) -> None:
-    four, three = (EngineReport("a", EngineLoad(num_blocks_active=count), 9 - count) for count in (4, 3))
-    b, c = EngineReport("b", EngineLoad(num_blocks_active=1)), EngineReport("c")
+    four, three = (EngineReport("a", EngineLoad(num_kv_bytes_active=count), 9 - count) for count in (4, 3))
+    b, c = EngineReport("b", EngineLoad(num_kv_bytes_active=1)), EngineReport("c")
     loads.put("g1", frame(replicas=[four, b]))
     loads.put("g2", frame(replicas=[three, c]))
     assert loads.held(KEY) == {"a": four, "b": b, "c": c}
@@ -170,7 +170,7 @@ def test_a_rate_that_one_gateway_does_not_know_is_unknown(loads: LoadStore, arri
     assert signals(loads).arrivals.truth == "unknown"
 
 
-@pytest.mark.parametrize("fields", [{"num_blocks_active": -1}, {"num_requests_running": -5}, {"age_s": math.nan}])
+@pytest.mark.parametrize("fields", [{"num_kv_bytes_active": -1}, {"num_requests_running": -5}, {"age_s": math.nan}])
 def test_impossible_counts_are_unknown(loads: LoadStore, fields: dict[str, Any]) -> None:
     loads.put("g1", frame(engines=EnginesLoad(truth="value", num_reporting=1, **fields)))
     assert signals(loads).engines.truth in ("unknown", "value")
@@ -200,7 +200,7 @@ def test_a_deployment_that_needs_an_engine_is_known(loads: LoadStore) -> None:
 
 @pytest.mark.parametrize(("active", "shown"), [(150, 100), (-10, 0), (50, 50)])
 def test_shares_are_between_zero_and_one(loads: LoadStore, active: int, shown: int) -> None:
-    loads.put("g1", frame(engines=EnginesLoad(truth="value", num_blocks_total=100, num_blocks_active=active)))
+    loads.put("g1", frame(engines=EnginesLoad(truth="value", num_kv_bytes_total=100, num_kv_bytes_active=active)))
     measured = loads.measured(KEY)
     assert measured is not None
     assert summarize(measured, "2026-01-01T00:00:00Z").kv_cache_usage_percent == shown

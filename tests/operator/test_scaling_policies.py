@@ -185,7 +185,7 @@ def test_each_replica_is_reported_once_by_the_gateway_with_the_most_reports() ->
     def view(*reports: EngineReport) -> GatewayReport:
         return GatewayReport(DeploymentLoad(namespace="default", name="chat", replicas=list(reports)))
 
-    idle, busy = EngineLoad(), EngineLoad(num_blocks_active=4, num_requests_running=2)
+    idle, busy = EngineLoad(), EngineLoad(num_kv_bytes_active=4, num_requests_running=2)
     impossible = EngineReport("c", EngineLoad(step_ms=math.inf))
     reports = [view(EngineReport("b", busy), EngineReport("a", idle), impossible), view(EngineReport("b", idle, 9))]
     signals = merge(reports, Fleet(wanted=2), num_gateways=2, at_s=0.0, has_replicas=True)

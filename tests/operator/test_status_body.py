@@ -169,8 +169,8 @@ def test_a_rounded_count_is_a_step_and_never_more_than_the_count(count: int) -> 
 @given(st.integers(0, 9), st.integers(-9, 27), st.integers(0, 10**6), st.integers(0, 10**6))
 def test_any_reported_load_can_be_written(total: int, active: int, running: int, waiting: int) -> None:
     load = EngineLoad(
-        num_blocks_total=total,
-        num_blocks_active=active,
+        num_kv_bytes_total=total,
+        num_kv_bytes_active=active,
         num_requests_running=running,
         num_requests_waiting=waiting,
     )

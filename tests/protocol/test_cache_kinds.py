@@ -7,9 +7,10 @@ from pagemill_models.spec.model_spec import kinds_of_caches
 from pagemill_protocol.report.cache_kinds import (
     CacheKind,
     blocks_at,
-    blocks_for_tokens,
     chunk_blocks,
     first_needed,
+    mean_bytes,
+    needed_bytes,
     sequence_bytes,
 )
 
@@ -43,9 +44,21 @@ def test_a_sequence_has_one_state_however_long_it_is() -> None:
         assert sequence_bytes([full, state], num_tokens, 512, 16) == held
     assert blocks_at([full, state], [100, 3], 320, 16) == 60, "three sequences have states"
     assert blocks_at([full, state], [100, 9], 320, 16) == 100
-    unit = full.block_bytes + state.block_bytes
-    bytes_of_two = 20 * full.block_bytes + 2 * state.block_bytes
-    assert blocks_for_tokens([full, state], 320, 2, 16) == -(-bytes_of_two // unit)
+    assert needed_bytes([full, state], 20, 2, 320, 16) == 20 * full.block_bytes + 2 * state.block_bytes
+    held = [9 * full.block_bytes, state.block_bytes]
+    assert needed_bytes([full, state], 20, 2, 320, 16, held) == 20 * full.block_bytes + state.block_bytes
+
+
+def test_what_one_sequence_needs_and_holds_on_average_agree_with_its_largest_size() -> None:
+    kinds = _kinds([DELTA, VectorsSpec(4, 8, 100), VectorsSpec(4, 8)])
+    sizes = range(160, 4000, 7)
+    for num_tokens in sizes:
+        at_end = sequence_bytes(kinds, num_tokens, 1, 16) - sum(kind.row_bytes for kind in kinds)
+        assert needed_bytes(kinds, -(-num_tokens // 16), 1, num_tokens, 16) == at_end
+        assert abs(mean_bytes(kinds, num_tokens, 16) - at_end) <= sum(kind.block_bytes for kind in kinds)
+    averages = [mean_bytes(kinds[:1], num_tokens, 16) for num_tokens in range(160, 176)]
+    blocks = [-(-num_tokens // 16) for num_tokens in range(160, 176)]
+    assert abs(sum(averages) / sum(blocks) / kinds[0].block_bytes - 1) < 0.01
 
 
 def test_every_block_is_published_where_states_may_be_behind_any() -> None:

@@ -27,7 +27,7 @@ states = st.builds(
     StateFrame,
     sequence=st.integers(0, 10**9),
     snapshot=st.booleans(),
-    load=st.builds(EngineLoad, num_blocks_total=st.integers(0, 10**6)),
+    load=st.builds(EngineLoad, num_kv_bytes_total=st.integers(0, 10**6)),
     prefixes_added=st.lists(st.binary(min_size=16, max_size=16), max_size=5),
 )
 

@@ -21,7 +21,7 @@ FRAMES = [
             DeploymentLoad(
                 namespace="ns",
                 name="d",
-                engines=EnginesLoad(truth="value", num_reporting=2, num_blocks_total=10),
+                engines=EnginesLoad(truth="value", num_reporting=2, num_kv_bytes_total=10),
                 queue=QueueLoad(num_requests=3, oldest_s=1.5, needs_engine=True),
                 arrivals=Arrivals(truth="value", requests_per_s=2.5),
                 latencies=Latencies(truth="value", ttft_ms=histogram_of([10.0, 20.0])),

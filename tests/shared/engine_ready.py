@@ -22,7 +22,7 @@ def engine_ready(**changes: Any) -> Ready:
             "compute": "float32, native kernels",
             "device": "cpu",
             "load_s": 0.1,
-            "load": EngineLoad(num_blocks_total=64, num_blocks_free=64),
+            "load": EngineLoad(num_kv_bytes_total=64),
             **changes,
         }
     )

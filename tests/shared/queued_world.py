@@ -33,9 +33,8 @@ class Pod:
         self.sequence += 1
         active = min(self.blocks, sum(-(-tokens // BLOCK) for tokens in self.inside.values()))
         load = EngineLoad(
-            num_blocks_total=self.blocks,
-            num_blocks_free=self.blocks - active,
-            num_blocks_active=active,
+            num_kv_bytes_total=self.blocks,
+            num_kv_bytes_active=active,
             num_requests_running=len(self.inside),
             num_tokens_running=sum(self.inside.values()),
         )

@@ -34,8 +34,8 @@ def engines(replicas: int, *, active: float = 0.0, running: int = 0, waiting: in
     known = {
         "truth": "value",
         "num_reporting": replicas,
-        "num_blocks_total": replicas * BLOCKS,
-        "num_blocks_active": min(replicas * BLOCKS, round(active * BLOCKS)),
+        "num_kv_bytes_total": replicas * BLOCKS,
+        "num_kv_bytes_active": min(replicas * BLOCKS, round(active * BLOCKS)),
         "num_requests_running": running,
         "num_requests_waiting": waiting,
         "block_size": BLOCK_SIZE,

@@ -64,7 +64,7 @@ def test_a_full_cache_preempts_and_loses_no_request() -> None:
     assert report.num_preemptions > 0
     assert report.num_finished == 40
     assert report.num_output_tokens == 40 * 400
-    assert simulation.core.load().num_blocks_active == 0
+    assert simulation.core.load().num_kv_bytes_active == 0
 
 
 def test_with_more_load_requests_wait_longer() -> None:

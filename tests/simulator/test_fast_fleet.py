@@ -169,12 +169,12 @@ def test_the_policy_sees_the_same_state_as_in_the_exact_fleet() -> None:
         assert mine.signals.fleet == theirs.signals.fleet
         assert mine.signals.arrivals == theirs.signals.arrivals
         engines, other = mine.signals.engines, theirs.signals.engines
-        assert (engines.truth, engines.num_blocks_total, engines.max_num_seqs) == (
+        assert (engines.truth, engines.num_kv_bytes_total, engines.max_num_seqs) == (
             other.truth,
-            other.num_blocks_total,
+            other.num_kv_bytes_total,
             other.max_num_seqs,
         )
-        assert engines.num_blocks_active == pytest.approx(other.num_blocks_active, rel=0.1, abs=100)
+        assert engines.num_kv_bytes_active == pytest.approx(other.num_kv_bytes_active, rel=0.1, abs=100)
     last = policies[1].seen[-1].signals
     assert last.lengths == policies[0].seen[-1].signals.lengths
 

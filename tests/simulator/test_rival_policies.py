@@ -282,7 +282,7 @@ STEP_TIME = StepTimeParams(knots_tokens=[1, 2048], knot_ms=[5.0, 105.0], decode_
 
 def engines_reported(count: int, **reported: Any) -> EnginesLoad:
     reported = {"step_time": STEP_TIME, "max_step_tokens": 2048, **reported}
-    return EnginesLoad(truth="value", num_reporting=count, num_blocks_total=16_000 * count, block_size=16, **reported)
+    return EnginesLoad(truth="value", num_reporting=count, num_kv_bytes_total=16_000 * count, block_size=16, **reported)
 
 
 def planner(

@@ -197,7 +197,7 @@ def _holding(replica: PlannedReplica, cache: CacheBlocks, length: int) -> Planne
     num_blocks, at_longest = (
         blocks_at(cache.kinds, cache.counts, num_tokens, shape.block_size) for num_tokens in (length, longest)
     )
-    return replica._replace(shape=msgspec.structs.replace(shape, num_blocks=num_blocks), blocks_at_longest=at_longest)
+    return replica._replace(shape=msgspec.structs.replace(shape, num_bytes=num_blocks), blocks_at_longest=at_longest)
 
 
 def _replica(

@@ -102,8 +102,8 @@ def _engines(signals: Signals) -> str:
     engines = signals.engines
     if engines.truth == "unknown":
         return "unknown"
-    total, active = engines.num_blocks_total, engines.num_blocks_active
-    usage = f", {active} of {total} KV blocks active ({active / total:.0%})" if total else ""
+    total, active = engines.num_kv_bytes_total, engines.num_kv_bytes_active
+    usage = f", {active / total:.0%} of the KV cache active" if total else ""
     stale = f" ({engines.truth}: {engines.age_s:.0f} s old)" if engines.truth == "stale" else ""
     counts = f"{engines.num_requests_running} running, {engines.num_requests_waiting} waiting{usage}"
     return f"{engines.num_reporting} reporting{stale}: {counts}"

@@ -18,7 +18,8 @@ from pagemill_protocol import metrics as names
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.metrics import ENGINE_METRICS, Metrics, Scrape
 from pagemill_protocol.report.adapters import AdapterSlots, AdapterStatus
-from pagemill_protocol.report.state import EngineLoad
+from pagemill_protocol.report.cache_kinds import FULL
+from pagemill_protocol.report.state import EngineLoad, KindBytes
 from pagemill_protocol.request.generate import FinishReason, GenerateRequest
 
 VERSION = version("pagemill-engine")
@@ -48,6 +49,8 @@ class ServerMetrics:
         """Seconds spent in each phase; a phase may be entered more than once."""
         self._num_preemptions = 0
         self._lora_labels: dict[str, str] = {}
+        self._kinds = [FULL.name]
+        """The names of the model's cache kinds."""
         for spec in (
             names.ENGINE_READY,
             names.ENGINE_DRAINING,
@@ -109,6 +112,7 @@ class ServerMetrics:
             device=ready.device,
             compute=ready.compute,
         ).set(1)
+        self._kinds = [kind.name for kind in ready.limits.kinds]
         self._metrics.gauge(names.ENGINE_MAX_NUM_SEQS).set(ready.limits.max_num_seqs)
         self._load(ready.load)
 
@@ -160,9 +164,11 @@ class ServerMetrics:
         metrics.gauge(names.NUM_REQUESTS_RUNNING).set(load.num_requests_running)
         metrics.gauge(names.NUM_REQUESTS_WAITING).set(load.num_requests_waiting)
         metrics.gauge(names.KV_CACHE_USAGE).set(load.kv_cache_usage)
-        metrics.gauge(names.ENGINE_KV_BLOCKS, state="active").set(load.num_blocks_active)
-        metrics.gauge(names.ENGINE_KV_BLOCKS, state="evictable").set(load.num_blocks_evictable)
-        metrics.gauge(names.ENGINE_KV_BLOCKS, state="free").set(load.num_blocks_free)
+        one = KindBytes(load.num_kv_bytes_total, load.num_kv_bytes_active, load.num_kv_bytes_evictable)
+        for kind, each in zip(self._kinds, load.kind_bytes or [one], strict=False):
+            metrics.gauge(names.ENGINE_KV_BYTES, kind=kind, state="active").set(each.active)
+            metrics.gauge(names.ENGINE_KV_BYTES, kind=kind, state="evictable").set(each.evictable)
+            metrics.gauge(names.ENGINE_KV_BYTES, kind=kind, state="free").set(each.total - each.active - each.evictable)
         metrics.gauge(names.ENGINE_WAITING_TOKENS).set(load.num_tokens_waiting)
         metrics.gauge(names.ENGINE_CONTEXT_TOKENS).set(load.num_tokens_running)
         metrics.counter(names.NUM_PREEMPTIONS).inc(max(0, load.num_preemptions - self._num_preemptions))

@@ -1,7 +1,7 @@
 """Counts the requests that this gateway has sent to one engine and that the engine's reports do not show yet.
 
-A request is reserved when it is sent, with the blocks of its uncached prompt and of its expected output. When the
-engine has accepted it and sent two reports since, the reports include its blocks, and only the expected growth of its
+A request is reserved when it is sent, with the bytes of its uncached prompt and of its expected output. When the
+engine has accepted it and sent two reports since, the reports include its bytes, and only the expected growth of its
 output stays reserved. Pure bookkeeping of one engine; `brain.endpoints.record` checks capacity with it.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from pagemill_protocol.report.cache_kinds import CacheKind, blocks_for_tokens
+from pagemill_protocol.report.cache_kinds import CacheKind, needed_bytes
 
 REPORTS_UNTIL_COUNTED = 2
 """Reports after the acceptance until a request counts as reported; the engine may have made the first one before."""
@@ -49,20 +49,19 @@ class CapacityNeed(msgspec.Struct, frozen=True, gc=False):
         """Return the need if this many prompt tokens are cached; at least one token is computed."""
         return msgspec.structs.replace(self, num_uncached_tokens=max(1, self.num_prompt_tokens - num_cached_tokens))
 
-    def num_blocks(self, block_size: int, kinds: Sequence[CacheKind] = ()) -> int:
-        """Return the number of blocks: the sequences share those of the prompt and have their own for the output.
-
-        `kinds`: those of the engine's report.
-        """
-        num_prompt_blocks = blocks_for_tokens(kinds, self.num_uncached_tokens, 1, block_size)
-        return num_prompt_blocks + self.num_sequences * blocks_for_tokens(kinds, self.num_output_tokens, 1, block_size)
+    def num_bytes(self, block_size: int, kinds: Sequence[CacheKind]) -> int:
+        """Return the bytes in an engine's cache of these kinds: the sequences share the blocks of the prompt and have
+        their own for the output."""
+        num_prompt, num_output, num_sequences = self.num_uncached_tokens, self.num_output_tokens, self.num_sequences
+        num_blocks = -(-num_prompt // block_size) + num_sequences * -(-num_output // block_size)
+        return needed_bytes(kinds, num_blocks, num_sequences, num_prompt + num_output, block_size)
 
 
 class _Reservation(msgspec.Struct):
     need: CapacityNeed
-    num_blocks: int
+    num_bytes: int
     reports_left: int | None = None
-    """The reports until its blocks count as reported; `None` before the engine has accepted the request."""
+    """The reports until its bytes count as reported; `None` before the engine has accepted the request."""
 
 
 class Reservations:
@@ -73,10 +72,10 @@ class Reservations:
         self.num_sequences = 0
         """The sequences of all requests at the engine."""
         self.num_low_priority_sequences = 0
-        self.num_blocks = 0
-        """The blocks of all requests at the engine, expected output included."""
-        self.num_unreported_blocks = 0
-        """The blocks of the requests that do not count as reported yet."""
+        self.num_bytes = 0
+        """The bytes of all requests at the engine, expected output included."""
+        self.num_unreported_bytes = 0
+        """The bytes of the requests that do not count as reported yet."""
         self.num_reported_sequences = 0
         self.num_reported_prompt_tokens = 0
         """Prompt tokens of reported requests, counted for each sequence, as engines count contexts."""
@@ -86,12 +85,12 @@ class Reservations:
     def __len__(self) -> int:
         return len(self._open)
 
-    def reserve(self, decision: int, need: CapacityNeed, num_blocks: int) -> None:
-        reservation = self._open[decision] = _Reservation(need, num_blocks)
+    def reserve(self, decision: int, need: CapacityNeed, num_bytes: int) -> None:
+        reservation = self._open[decision] = _Reservation(need, num_bytes)
         self.num_sequences += need.num_sequences
         self.num_low_priority_sequences += need.num_sequences * need.is_low_priority
-        self.num_blocks += reservation.num_blocks
-        self.num_unreported_blocks += reservation.num_blocks
+        self.num_bytes += reservation.num_bytes
+        self.num_unreported_bytes += reservation.num_bytes
 
     def accepted(self, decision: int) -> None:
         """Note that the engine has accepted the request."""
@@ -108,7 +107,7 @@ class Reservations:
             if reservation.reports_left == 0:
                 del self._accepted[decision]
                 self._count(reservation, 1)
-                self.num_unreported_blocks -= reservation.num_blocks
+                self.num_unreported_bytes -= reservation.num_bytes
 
     def release(self, decision: int) -> CapacityNeed | None:
         """Remove a request that left the engine. Return its need, or `None` if it is unknown."""
@@ -118,11 +117,11 @@ class Reservations:
         self._accepted.pop(decision, None)
         self.num_sequences -= reservation.need.num_sequences
         self.num_low_priority_sequences -= reservation.need.num_sequences * reservation.need.is_low_priority
-        self.num_blocks -= reservation.num_blocks
+        self.num_bytes -= reservation.num_bytes
         if reservation.reports_left == 0:
             self._count(reservation, -1)
         else:
-            self.num_unreported_blocks -= reservation.num_blocks
+            self.num_unreported_bytes -= reservation.num_bytes
         return reservation.need
 
     def _count(self, reservation: _Reservation, sign: int) -> None:

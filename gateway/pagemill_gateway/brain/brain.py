@@ -316,7 +316,7 @@ class LocalBrain:
         charged_tokens = need.cost_tokens if to_place.charged_tokens is None else to_place.charged_tokens
         record.refusal_backoff.chosen(candidate.in_flight, now)
         self.recovery.ejection(record).chosen(decision, now)
-        record.reserved.reserve(decision, need, need.num_blocks(record.block_size, record.kinds))
+        record.reserved.reserve(decision, need, need.num_bytes(record.block_size, record.kinds))
         self._open[decision] = InFlightRequest(record, need, ticket.key, ticket.priority, charged_tokens)
         self.poison_detection.probe_started(decision, record, to_place.probe, now)
         return Assignment(

@@ -83,7 +83,7 @@ class ControlProcessMetrics:
                 endpoints.add((model, record.endpoint.id))
                 labels = {"model": model, "endpoint": record.endpoint.id}
                 self._metrics.gauge(specs.GATEWAY_ENDPOINT_IN_FLIGHT, **labels).set(record.in_flight)
-                self._metrics.gauge(specs.GATEWAY_RESERVED_BLOCKS, **labels).set(record.reserved.num_blocks)
+                self._metrics.gauge(specs.GATEWAY_RESERVED_BYTES, **labels).set(record.reserved.num_bytes)
                 age_s = reader.state_age_s(record)
                 if age_s is not None:
                     self._metrics.gauge(specs.GATEWAY_STATE_AGE_SECONDS, **labels).set(age_s)
@@ -136,7 +136,7 @@ class ControlProcessMetrics:
         for model, endpoint_id in gone:
             for spec in (
                 specs.GATEWAY_ENDPOINT_IN_FLIGHT,
-                specs.GATEWAY_RESERVED_BLOCKS,
+                specs.GATEWAY_RESERVED_BYTES,
                 specs.GATEWAY_STATE_AGE_SECONDS,
             ):
                 self._metrics.forget(spec, model=model, endpoint=endpoint_id)

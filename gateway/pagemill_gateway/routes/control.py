@@ -17,6 +17,7 @@ from pagemill_gateway.discovery.catalog import decode_catalog
 from pagemill_gateway.routes.load import LoadStream
 from pagemill_protocol.errors import PagemillError, invalid_field, show
 from pagemill_protocol.frames import LOAD_CONTENT_TYPE
+from pagemill_protocol.report.state import EngineLoad
 from pagemill_protocol.versions import protocol_headers, require_protocol
 from pagemill_servers.request_middleware import read_body
 
@@ -106,11 +107,16 @@ class ControlRoutes:
             "state_gaps": record.reports.num_gaps,
             "in_flight": record.in_flight,
             "unreported_requests": record.dispatches.num_unreported,
-            "reserved_blocks": record.reserved.num_blocks,
+            "reserved_bytes": record.reserved.num_bytes,
             "in_flight_elsewhere": reader.load_elsewhere(record),
             "failures": reader.recovery.ejection(record).num_failures,
             "max_model_len": record.max_model_len,
             "adapters": {name: msgspec.to_builtins(each) for name, each in record.adapters.by_name.items()},
             "adapters_resident": state.adapters.resident if state is not None else [],
-            "load": msgspec.structs.asdict(state.load) if state is not None else None,
+            "load": _load_of(state.load) if state is not None else None,
         }
+
+
+def _load_of(load: EngineLoad) -> dict[str, object]:
+    """Return a report's load with all fields, as JSON can represent them."""
+    return msgspec.structs.asdict(load) | {"kind_bytes": msgspec.to_builtins(load.kind_bytes)}

@@ -1,6 +1,6 @@
 """Computes the cost of a request on one pod, in milliseconds, by the pod's own step-time model.
 
-The expected TTFT is the sum of the rest of the running step, the wait for a sequence slot or blocks, and the steps for
+The expected TTFT is the sum of the rest of the running step, the wait for a sequence slot or memory, and the steps for
 the waiting tokens and the request's uncached ones within the token budget. The harm is the delay of the pod's running
 requests by the longer steps.
 """
@@ -15,6 +15,7 @@ import msgspec
 
 from pagemill_gateway.routing.report import PodReport
 from pagemill_gateway.routing.step_time_snapshot import StepTimeSnapshot
+from pagemill_protocol.report.cache_kinds import CacheKind, needed_bytes
 from pagemill_protocol.report.step_time import StepTimePieces
 
 HARM_SHARE = 0.1
@@ -25,7 +26,7 @@ class CostTerms(NamedTuple):
     step_ms: float
     """The rest of the step that runs now."""
     wait_ms: float
-    """The wait until a sequence slot and the blocks are free."""
+    """The wait until a sequence slot and the memory are free."""
     prefill_ms: float
     """The steps for the waiting and the uncached tokens."""
     harm_ms: float
@@ -57,10 +58,16 @@ class CostBasis(msgspec.Struct, frozen=True, gc=False):
     """The number of requests that must end before a sequence slot is free."""
     max_num_seqs: int
     num_tokens_without_wait: float
-    """A request waits for blocks only with at least this many tokens ahead, its own included."""
+    """A request waits for memory only with at least this many tokens ahead, its own included."""
     block_size: int
-    num_blocks_available: int
-    num_blocks_active: int
+    block_bytes: int
+    """The bytes of a block of the cache kinds that keep all blocks."""
+    sparse_kinds: tuple[CacheKind, ...]
+    """The other kinds, of which each of `num_new` sequences has a limited number of blocks."""
+    num_new: int
+    """Waiting and unreported requests, and this one."""
+    num_bytes_available: int
+    num_bytes_active: int
     pieces: StepTimePieces
     """The linear pieces of the step-time model."""
 
@@ -70,14 +77,15 @@ def cost_basis_of(
 ) -> CostBasis:
     """Return the basis. `snapshot` is the pod's own, or with another pod's model if it has reported none."""
     load, budget = report.load, snapshot.budget
-    num_running, num_blocks_available = load.num_requests_running, load.num_blocks_free + load.num_blocks_evictable
+    num_running, num_bytes_available = load.num_requests_running, load.num_kv_bytes_total - load.num_kv_bytes_active
     num_ahead = load.num_tokens_waiting + num_unreported_tokens
     num_before = num_running + load.num_requests_waiting + num_unreported
     num_keeping = num_before - load.num_low_priority_requests
     step_ms = 0.0
     if num_running or num_ahead:
         step_ms = snapshot.full_ms if num_ahead >= budget else snapshot.step_ms(num_ahead)
-    waits_for_blocks = num_before > 0 and load.num_blocks_active > 0
+    block_bytes, block_size = report.block_bytes, report.block_size
+    waits_for_memory = num_before > 0 and load.num_kv_bytes_active > 0
     return CostBasis(
         snapshot.model.predict_ms,
         snapshot.num_running,
@@ -91,10 +99,13 @@ def cost_basis_of(
         HARM_SHARE * num_running * (max(0.0, snapshot.full_ms - snapshot.decode_ms) / budget),
         num_keeping + 1 - report.max_num_seqs if 0 < report.max_num_seqs <= num_keeping else 0,
         report.max_num_seqs,
-        num_blocks_available * report.block_size if waits_for_blocks else math.inf,
-        report.block_size,
-        num_blocks_available,
-        load.num_blocks_active,
+        num_bytes_available // max(1, block_bytes) * block_size if waits_for_memory else math.inf,
+        block_size,
+        block_bytes,
+        report.sparse_kinds,
+        num_before - num_running + 1,
+        num_bytes_available,
+        load.num_kv_bytes_active,
         snapshot.model.pieces,
     )
 
@@ -112,12 +123,15 @@ def cost_terms(
         if num_uncached < 1:
             num_uncached = 1
         num_rest, wait_ms, prefill_ms = basis.num_ahead + num_uncached, 0.0, 0.0
-        # Requests are assumed to end one after the other; each frees a sequence slot and its share of the blocks.
+        # Requests are assumed to end one after the other; each frees a sequence slot and its share of the memory.
         if basis.num_over_capacity:
             wait_ms = basis.num_over_capacity * (num_output_tokens * basis.decode_ms) / basis.max_num_seqs
         if num_rest >= basis.num_tokens_without_wait:
-            num_missing = num_rest // basis.block_size + 1 - basis.num_blocks_available
-            wait_ms = max(wait_ms, num_missing * (num_output_tokens * basis.decode_ms) / basis.num_blocks_active)
+            num_blocks = num_rest // basis.block_size + 1
+            num_missing = num_blocks * basis.block_bytes - basis.num_bytes_available
+            if basis.sparse_kinds:
+                num_missing += needed_bytes(basis.sparse_kinds, num_blocks, basis.num_new, num_rest, basis.block_size)
+            wait_ms = max(wait_ms, num_missing * (num_output_tokens * basis.decode_ms) / basis.num_bytes_active)
         if num_rest > basis.budget:
             num_full = (num_rest - 1) // basis.budget
             num_rest -= num_full * basis.budget

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from pagemill_gateway.routing.step_time_snapshot import StepTimeSnapshot
+from pagemill_protocol.report.cache_kinds import CacheKind
 from pagemill_protocol.report.state import EngineLoad
 
 
@@ -19,3 +20,7 @@ class PodReport(msgspec.Struct, frozen=True, gc=False):
     """The number of sequence slots; 0 if unknown."""
     step_time: StepTimeSnapshot | None
     """`None` if the pod has reported no step-time model."""
+    block_bytes: int = 1
+    """The bytes of a block of the cache kinds that keep all blocks."""
+    sparse_kinds: tuple[CacheKind, ...] = ()
+    """The other cache kinds."""

@@ -97,7 +97,7 @@ NUM_REQUESTS_WAITING = _vllm("gauge", "num_requests_waiting", "Requests that wai
 KV_CACHE_USAGE = _vllm(
     "gauge",
     "kv_cache_usage_perc",
-    "Share of the KV blocks that running requests use, 0 to 1; cached blocks count as free.",
+    "Share of the KV cache's bytes that running requests hold, 0 to 1; cached blocks count as free.",
 )
 CACHE_CONFIG_INFO = _vllm(
     "gauge",
@@ -179,7 +179,9 @@ ENGINE_WAKE_SECONDS = _engine(
     "histogram", "wake_seconds", "From the call to wake up to a first token.", buckets=_SHORT_S
 )
 ENGINE_LOAD_SECONDS = _engine("gauge", "load_seconds", "Time that each phase of starting took.", ("phase",))
-ENGINE_KV_BLOCKS = _engine("gauge", "kv_blocks", "KV blocks by state: active, evictable (cached) or free.", ("state",))
+ENGINE_KV_BYTES = _engine(
+    "gauge", "kv_bytes", "Bytes of the KV cache by kind and state: active, evictable (cached), free.", ("kind", "state")
+)
 ENGINE_MAX_NUM_SEQS = _engine("gauge", "max_num_seqs", "Sequences that may run at once.")
 ENGINE_WAITING_TOKENS = _engine("gauge", "waiting_tokens", "Prompt tokens not yet computed.")
 ENGINE_CONTEXT_TOKENS = _engine("gauge", "context_tokens", "Context tokens of running requests.")
@@ -287,8 +289,8 @@ GATEWAY_QUEUE_ENDED = _gateway(
     "full, timeout, deadline, failed (no engine is expected any more) or left (the client disconnected).",
     ("model", "outcome"),
 )
-GATEWAY_RESERVED_BLOCKS = _gateway(
-    "gauge", "endpoint_reserved_blocks", "KV blocks this gateway has reserved on one engine.", ("model", "endpoint")
+GATEWAY_RESERVED_BYTES = _gateway(
+    "gauge", "endpoint_reserved_bytes", "KV cache this gateway has reserved on one engine.", ("model", "endpoint")
 )
 GATEWAY_TOKENS = _gateway(
     "counter",

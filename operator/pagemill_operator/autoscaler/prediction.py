@@ -240,7 +240,7 @@ class _ReplicaPredictor:
 
     def _lacks_blocks(self, sequences: float, tokens: float) -> bool:
         """Whether so many sequences of so many tokens, the last block half full, need more than the KV cache."""
-        return sequences * (tokens + self._shape.block_size / 2) > MAX_UTILIZATION * self._shape.num_tokens
+        return sequences * self._shape.bytes_of(tokens) > MAX_UTILIZATION * self._shape.num_bytes
 
     def _longest_step_s(self, load: OfferedLoad, rate: float, decoding: float, prefill: float) -> float:
         """Return the least fixed point of the time per step, since a longer decode shares steps with more prompts."""

@@ -96,10 +96,10 @@ def _requests(settings: ScalingSettings, signals: Signals) -> Goal:
 
 def _kv_cache(target: float, signals: Signals) -> Goal:
     engines, wanted = signals.engines, signals.fleet.wanted
-    if engines.num_reporting <= 0 or engines.num_blocks_total <= 0:
+    if engines.num_reporting <= 0 or engines.num_kv_bytes_total <= 0:
         missing = "no engine reports its KV cache" if signals.fleet.ready else ""
         return Goal("kvCacheUsage", wanted, wanted, "no replica is ready yet" if wanted else "", missing)
-    usage = engines.num_blocks_active / engines.num_blocks_total
+    usage = engines.num_kv_bytes_active / engines.num_kv_bytes_total
     num_silent = max(0, wanted - engines.num_reporting)
     total = usage * engines.num_reporting
     needed = pods_metric(total, engines.num_reporting, num_silent, target, wanted, TOLERANCE)

@@ -51,16 +51,16 @@ def _requests(signals: Signals, idle_s: float) -> Goal:
 
 
 def _kv_cache(settings: ScalingSettings, signals: Signals, shape: Shape | None, expected: ExpectedLoad) -> Goal:
-    """Return the goal of `kvCacheUsage`: blocks of running requests, and of those that will still wait."""
+    """Return the goal of `kvCacheUsage`: bytes of running requests, and of those that will still wait."""
     engines, queue = signals.engines, signals.queue
     if shape is None:
         # The size of a replica is missing only if there is one.
         return Goal("kvCacheUsage", missing="no engine has reported its size yet" if signals.fleet.ready else "")
     tokens = (engines.num_tokens_waiting + queue.num_tokens) * min(1.0, _share_left(signals, expected))
-    waiting = -(-tokens // shape.block_size)
-    demand = (engines.num_blocks_active + waiting) / shape.num_blocks
+    waiting = shape.bytes_to_hold(tokens, signals.num_requests)
+    demand = (engines.num_kv_bytes_active + waiting) / shape.num_bytes
     target = settings.kv_cache_usage or DEFAULT_KV_CACHE_USAGE
-    reason = f"active and waiting KV blocks fill {demand:.2f} replicas; the target is {target:.0%} of each"
+    reason = f"active and waiting requests fill {demand:.2f} KV caches of a replica; the target is {target:.0%} of each"
     needed = _ceil(demand / target) if settings.kv_cache_usage is not None else 0
     enough, ample = (max(needed, _ceil(demand * factor / target)) for factor in (MARGIN, AMPLE))
     return Goal("kvCacheUsage", needed, enough, reason, ample=ample)

@@ -94,8 +94,8 @@ class LoadStore:
         engines = reported_engines(reports)
         queue = merged_queue(report.load.queue for report in reports)
         return EngineLoad(
-            num_blocks_total=engines.num_blocks_total,
-            num_blocks_active=engines.num_blocks_active,
+            num_kv_bytes_total=engines.num_kv_bytes_total,
+            num_kv_bytes_active=engines.num_kv_bytes_active,
             num_requests_running=engines.num_requests_running,
             num_requests_waiting=engines.num_requests_waiting + queue.num_requests,
         )

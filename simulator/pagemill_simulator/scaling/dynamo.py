@@ -19,7 +19,7 @@ import msgspec
 
 from pagemill_operator.autoscaler.decision import Decision, decided
 from pagemill_operator.autoscaler.settings import ScalingSettings
-from pagemill_operator.autoscaler.signals import Signals
+from pagemill_operator.autoscaler.signals import Signals, shape_of
 from pagemill_protocol.report.load import EngineReport, EnginesLoad
 from pagemill_protocol.report.state import StepTimeParams
 from pagemill_protocol.report.step_time import StepTimeModel
@@ -194,7 +194,8 @@ def _prompt_tokens(signals: Signals) -> float:
 
 def _cache_tokens(reported: EnginesLoad) -> float:
     """Return the tokens that one engine's cache holds; 0 if not reported."""
-    return reported.num_blocks_total * reported.block_size / reported.num_reporting if reported.num_reporting > 0 else 0
+    shape = shape_of(reported)
+    return shape.num_tokens if shape is not None else 0
 
 
 def _finite(value: float) -> float:

@@ -33,7 +33,7 @@ class Rival(ScalingPolicy[M], Protocol[M]):
 
 def engines(signals: Signals) -> list[EngineReport]:
     """Return the engines that report all of their metrics."""
-    return [replica for replica in signals.replicas if replica.load.num_blocks_total > 0]
+    return [replica for replica in signals.replicas if replica.load.num_kv_bytes_total > 0]
 
 
 def num_waiting(engine: EngineReport, signals: Signals) -> float:

@@ -108,7 +108,7 @@ class Driver:
                     self._drain(core, results)
             self._drain(core, results)
             core.check_integrity()
-            assert core.load().num_blocks_active == 0
+            assert core.load().num_kv_bytes_active == 0
         finally:
             # The next scheduler does not know the rows that this one would release in its next step.
             self.runner._rows.release(list(self.runner._rows._row_of))

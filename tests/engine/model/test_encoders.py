@@ -57,7 +57,7 @@ def pooled(core: EngineCore, prompts: list[list[int]], **params: Any) -> torch.T
             assert output.error is None
             vectors[output.request_id] = torch.frombuffer(bytearray(output.pooled), dtype=torch.float32)
     core.check_integrity()
-    assert core.load().num_blocks_active == 0
+    assert core.load().num_kv_bytes_active == 0
     return torch.stack([vectors[str(index)] for index in range(len(prompts))])
 
 

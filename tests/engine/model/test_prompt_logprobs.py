@@ -85,7 +85,7 @@ def serve(runner: Any, requests: list[GenerateRequest], *, num_blocks: int | Non
     runner.info = info
     run(core, requests, answered)
     core.check_integrity()
-    assert core.load().num_blocks_active == 0
+    assert core.load().num_kv_bytes_active == 0
     rows = getattr(runner, "_inner", runner)._rows
     rows.release(list(rows._row_of))
     return answered

@@ -265,7 +265,7 @@ def test_a_thousand_swaps_leak_nothing(bases: Any, tmp_path: Path) -> None:
     requests = engine.core.adapters
     assert requests is not None
     assert (requests.store.num_loads, len(requests.store.loaded), requests.counts()) == (1006, 2, ([], []))
-    assert engine.core.load().num_blocks_active == 0
+    assert engine.core.load().num_kv_bytes_active == 0
     engine.core.check_integrity()
 
 

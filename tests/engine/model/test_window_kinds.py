@@ -262,9 +262,9 @@ def test_the_load_is_the_share_of_the_memory_that_is_held(gemma: Path, runner_lo
     def compare(core: EngineCore) -> None:
         load, usage = core.load(), core.scheduler.kv.usage()
         held = sum(each.num_active * each.kind.block_bytes for each in usage)
-        assert load.kv_cache_usage == pytest.approx(held / runner.kv_cache.num_bytes, abs=1 / load.num_blocks_total)
-        total = load.num_blocks_active + load.num_blocks_evictable + load.num_blocks_free
-        assert total == load.num_blocks_total == runner.kv_cache.num_bytes // (BLOCK * runner.info.kv_bytes_per_token)
+        assert load.kv_cache_usage == held / load.num_kv_bytes_total
+        assert load.num_kv_bytes_total == runner.kv_cache.num_bytes
+        assert sum(each.active for each in load.kind_bytes) == load.num_kv_bytes_active == held
         shares.append(load.kv_cache_usage)
 
     tokens_of(runner, compare)

@@ -37,7 +37,7 @@ async def publisher(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> AsyncItera
     await asyncio.wait_for(task, WAIT_LIMIT_S)
 
 
-READY = engine_ready(load=EngineLoad(num_blocks_total=64, num_blocks_free=60, num_blocks_evictable=4))
+READY = engine_ready(load=EngineLoad(num_kv_bytes_total=64, num_kv_bytes_evictable=4))
 
 
 class Reader:

@@ -39,8 +39,8 @@ class FakeGateway:
         engines = EnginesLoad(
             truth="value",
             num_reporting=1,
-            num_blocks_total=100,
-            num_blocks_active=42,
+            num_kv_bytes_total=100,
+            num_kv_bytes_active=42,
             num_requests_running=3,
             num_requests_waiting=1,
             block_size=16,
@@ -248,7 +248,7 @@ async def test_the_emptiest_pod_gets_the_lowest_deletion_cost_before_replicas_ar
         metadata = {"name": f"chat-{number}", "namespace": "default", "uid": f"pod-{number}", **template}
         status = {"podIP": "127.0.0.2", "conditions": [{"type": "Ready", "status": "True"}]}
         api.change("Pod", {"metadata": metadata, "spec": {"containers": [], "nodeName": "n"}, "status": status})
-    loads = [EngineLoad(num_blocks_active=blocks, num_requests_running=1) for blocks in (3, 1, 2)]
+    loads = [EngineLoad(num_kv_bytes_active=blocks, num_requests_running=1) for blocks in (3, 1, 2)]
     gateway.set_load(replicas=[EngineReport(f"pod-{number}", load) for number, load in enumerate(loads)])
     await api.until(lambda: len(running.operator.leader.loads.held("default/chat")) == 3)
     api.writes.clear()

@@ -43,7 +43,7 @@ class World:
         self.load = DeploymentLoad(
             namespace="default",
             name="chat",
-            engines=EnginesLoad(truth="value", num_reporting=9, num_blocks_total=900, block_size=16),
+            engines=EnginesLoad(truth="value", num_reporting=9, num_kv_bytes_total=900, block_size=16),
             arrivals=Arrivals(truth="value", window_s=60.0, burst_window_s=6.0),
         )
         self._news = asyncio.Event()
@@ -145,7 +145,7 @@ async def test_one_replica_stands_by_and_is_woken_before_another_one_could_start
     await api.until(lambda: world.replicas() == 2)
     assert api.get("Deployment", "chat-engine")["metadata"]["annotations"]["pagemill.dev/awake"] == "1"
     world.pods(a=True, b=True)
-    busy = EngineReport("uid-a", EngineLoad(num_blocks_active=9, num_requests_running=1))
+    busy = EngineReport("uid-a", EngineLoad(num_kv_bytes_active=9, num_requests_running=1))
     world.set_load(replicas=[busy, EngineReport("uid-b")], pods=PodCounts(ready=2))
     await api.until(lambda: len(running.operator.leader.loads.held("default/chat")) == 2)
     assert world.calls == [], "Kubernetes must wait for both of them to be ready"

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 
 from pagemill_engine.kv.tables import KindUsage
 from pagemill_engine.scheduler.sequence import Sequence, SequenceState
-from pagemill_protocol.report.state import EngineLoad
+from pagemill_protocol.report.state import EngineLoad, KindBytes
 
 
 def engine_load(
@@ -24,17 +24,17 @@ def engine_load(
     step_ms: float,
 ) -> EngineLoad:
     """Return the load of an engine. `queued_tokens`: tokens that waiting sequences have yet to compute."""
-    total, active, evictable = block_counts(usage)
+    kinds = [bytes_of(each) for each in usage]
     running_tokens, prefilling_tokens = 0, 0
     for sequence in running:
         running_tokens += sequence.num_computed_tokens
         if (due := len(sequence.token_ids) - sequence.num_computed_tokens) > 1:
             prefilling_tokens += due
     return EngineLoad(
-        num_blocks_total=total,
-        num_blocks_free=total - active - evictable,
-        num_blocks_evictable=evictable,
-        num_blocks_active=active,
+        num_kv_bytes_total=sum([each.total for each in kinds]),
+        num_kv_bytes_evictable=sum([each.evictable for each in kinds]),
+        num_kv_bytes_active=sum([each.active for each in kinds]),
+        kind_bytes=kinds if len(kinds) > 1 else [],
         num_requests_running=len(running),
         num_requests_waiting=num_waiting,
         num_tokens_running=running_tokens,
@@ -45,16 +45,9 @@ def engine_load(
     )
 
 
-def block_counts(usage: list[KindUsage]) -> tuple[int, int, int]:
-    """Return all, active and evictable blocks, each as large as one of all layers, by the bytes of each kind."""
-    if len(usage) == 1:
-        return usage[0].num_blocks, usage[0].num_active, usage[0].num_evictable
-    unit = sum(each.kind.block_bytes for each in usage)
-    total, active, evictable = (
-        sum(getattr(each, name) * each.kind.block_bytes for each in usage)
-        for name in ("num_blocks", "num_active", "num_evictable")
-    )
-    return total // unit, -(-active // unit), evictable // unit
+def bytes_of(usage: KindUsage) -> KindBytes:
+    size = usage.kind.block_bytes
+    return KindBytes(usage.num_blocks * size, usage.num_active * size, usage.num_evictable * size)
 
 
 QUEUED_STATES = (SequenceState.RUNNING, SequenceState.WAITING, SequenceState.WAITING_FOR_FORK, SequenceState.REPORTED)

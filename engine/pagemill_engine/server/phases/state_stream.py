@@ -102,7 +102,7 @@ class StatePublisher:
             max_model_len=ready.limits.max_model_len,
             max_num_batched_tokens=ready.limits.max_num_batched_tokens,
             max_num_seqs=ready.limits.max_num_seqs,
-            kinds=[] if all(kind.keeps_all for kind in ready.limits.kinds) else list(ready.limits.kinds),
+            kinds=[msgspec.structs.replace(kind, layers=()) for kind in ready.limits.kinds],
             prefix_chunk_blocks=chunk_blocks(ready.limits.kinds, ready.limits.num_blocks, ready.limits.block_size),
             load=ready.load,
             start_s=ready.start_s,

@@ -8,6 +8,7 @@ import msgspec
 
 from pagemill_gateway.routing.report import PodReport
 from pagemill_gateway.routing.step_time_snapshot import take_snapshot
+from pagemill_protocol.report.cache_kinds import ONE_KIND
 from pagemill_protocol.report.state import EngineLoad, StateFrame, StepTimeParams
 from pagemill_protocol.report.step_time import StepTimeModel
 
@@ -16,7 +17,7 @@ logger = logging.getLogger("pagemill.gateway.brain")
 
 def read_report(frame: StateFrame, before: PodReport | None, params_before: StepTimeParams | None) -> PodReport:
     """Return the report of a frame. The step-time model of `before` is reused if its parameters are the same."""
-    load = frame.load
+    load, kinds = frame.load, frame.kinds or ONE_KIND
     is_same = frame.step_time is params_before or frame.step_time == params_before
     model = _model_of(before) if is_same else _model(frame.step_time)
     return PodReport(
@@ -27,6 +28,8 @@ def read_report(frame: StateFrame, before: PodReport | None, params_before: Step
         step_time=take_snapshot(model, frame.max_num_batched_tokens, load.num_requests_running, load.num_tokens_running)
         if model is not None
         else None,
+        block_bytes=sum(kind.block_bytes for kind in kinds if kind.keeps_all),
+        sparse_kinds=tuple(kind for kind in kinds if not kind.keeps_all),
     )
 
 

@@ -13,7 +13,7 @@ from pagemill_gateway.brain.endpoints.reports import EndpointReports
 from pagemill_gateway.routing.policy import Candidate
 from pagemill_gateway.routing.report import PodReport
 from pagemill_protocol.catalog import Endpoint
-from pagemill_protocol.report.cache_kinds import CacheKind, blocks_for_tokens
+from pagemill_protocol.report.cache_kinds import ONE_KIND, CacheKind, needed_bytes
 from pagemill_protocol.report.state import EngineLoad, StateFrame, StepTimeParams
 
 UNREPORTED_MAX_SEQS = 8
@@ -38,7 +38,7 @@ class EndpointRecord:
     """The cache of `brain.placement.candidates`."""
     adapters: Adapters = field(default_factory=Adapters)
     reserved: Reservations = field(default_factory=Reservations)
-    """The blocks and sequences of requests that were sent to the engine."""
+    """The bytes and sequences of requests that were sent to the engine."""
     refusal_backoff: RefusalBackoff = field(default_factory=RefusalBackoff)
     phase: str = "unreachable"
     """The latest phase from `/readyz`, while the engine is not ready or its stream is down."""
@@ -145,9 +145,9 @@ class EndpointRecord:
 
     @property
     def kinds(self) -> Sequence[CacheKind]:
-        """The cache kinds of its model, if there are several."""
+        """The cache kinds of its model."""
         state = self.reports.latest
-        return state.kinds if state is not None else ()
+        return state.kinds or ONE_KIND if state is not None else ONE_KIND
 
     @property
     def bundle_digest(self) -> str:
@@ -166,8 +166,8 @@ class EndpointRecord:
 def has_capacity(record: EndpointRecord, need: CapacityNeed, now: float) -> bool:
     """Whether the engine has capacity for another request, by its latest report and the requests sent since.
 
-    Our sequences are counted exactly, others by the reports. Available blocks are the free and evictable ones, less
-    those that the engine's waiting tokens need, those of requests sent since, and the expected growth of our answers.
+    Our sequences are counted exactly, others by the reports. Available bytes are those of free and evictable
+    blocks, less what the engine's waiting tokens need, requests sent since, and the expected growth of our answers.
     While reports are stale, only our own reservations count. Limits that the engine has not reported are ignored,
     because the engine itself refuses requests. An idle engine always has capacity. Low-priority sequences count only
     against other low-priority requests, because the scheduler preempts them for the others.
@@ -187,36 +187,39 @@ def has_capacity(record: EndpointRecord, need: CapacityNeed, now: float) -> bool
         )
     if 0 < frame.max_num_seqs < num_there + need.num_sequences:
         return False
-    total = frame.load.num_blocks_total
+    total = frame.load.num_kv_bytes_total
     if not total:
         return True
-    wanted = min(total, need.num_blocks(record.block_size, frame.kinds))
+    kinds = frame.kinds or ONE_KIND
+    wanted = min(total, need.num_bytes(record.block_size, kinds))
     if not fresh:
-        return record.reserved.num_blocks + wanted <= total
-    return wanted <= num_blocks_left(frame.load, record.reserved, record.block_size, frame.kinds)
+        return record.reserved.num_bytes + wanted <= total
+    return wanted <= num_bytes_left(frame.load, record.reserved, record.block_size, kinds)
 
 
 def is_idle(record: EndpointRecord, max_load: float, now: float) -> bool:
     """Whether the endpoint can take a low-priority request now, because nothing waits there and it has capacity left.
 
-    `max_load` is the share of the engine's sequence slots and blocks up to which it may be filled.
+    `max_load` is the share of the engine's sequence slots and memory up to which it may be filled.
     """
     frame = record.reports.latest
     if frame is None or not (record.usable and record.reports.fresh(now)) or frame.load.num_requests_waiting:
         return False
-    if frame.load.num_blocks_active > max_load * frame.load.num_blocks_total:
+    if frame.load.num_kv_bytes_active > max_load * frame.load.num_kv_bytes_total:
         return False
     most = int(max_load * (frame.max_num_seqs or UNREPORTED_MAX_SEQS))
     return most > record.reserved.num_sequences + record.load_elsewhere(now)
 
 
-def num_blocks_left(load: EngineLoad, reserved: Reservations, block_size: int, kinds: Sequence[CacheKind] = ()) -> int:
-    """Return the number of blocks that another request may take, by a report and the requests sent since."""
+def num_bytes_left(load: EngineLoad, reserved: Reservations, block_size: int, kinds: Sequence[CacheKind]) -> int:
+    """Return the bytes that another request may take, by a report and the requests sent since."""
     growing = _num_tokens_to_come(load, reserved) + load.num_tokens_waiting
     # A sequence's last block is rarely full, so each sequence may need one block more than its tokens.
-    num_growing = load.num_requests_running + load.num_requests_waiting
-    num_growing_blocks = blocks_for_tokens(kinds, growing, num_growing, block_size) + reserved.num_reported_sequences
-    return load.num_blocks_free + load.num_blocks_evictable - reserved.num_unreported_blocks - num_growing_blocks
+    num_blocks = -(-growing // block_size) + reserved.num_reported_sequences
+    num_sequences = load.num_requests_running + load.num_requests_waiting
+    held = [each.active for each in load.kind_bytes] if len(load.kind_bytes) == len(kinds) else ()
+    growth = needed_bytes(kinds, num_blocks, num_sequences, load.num_tokens_running + growing, block_size, held)
+    return load.num_kv_bytes_total - load.num_kv_bytes_active - reserved.num_unreported_bytes - growth
 
 
 def _num_tokens_to_come(load: EngineLoad, reserved: Reservations) -> int:

@@ -108,6 +108,7 @@ def _engines(records: list[EndpointRecord], now: float) -> EnginesLoad:
         age_s=round(max(ages, default=0.0), 3),
         num_reporting=len(frames),
         block_size=min(frame.block_size for frame in frames),
+        kinds=tuple(frames[0].kinds),
         max_num_seqs=min(frame.max_num_seqs for frame in frames),
         max_step_tokens=min(frame.max_num_batched_tokens for frame in frames),
         step_time=step_times.usual,

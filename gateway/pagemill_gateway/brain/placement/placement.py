@@ -116,7 +116,7 @@ class Placement:
         if frame.snapshot:
             self.forget(endpoint_id)
             self.index.snapshot(endpoint_id, frame.prefixes_added)
-            if frame.kinds:
+            if not all(kind.keeps_all for kind in frame.kinds):
                 self._windowed.add(endpoint_id)
         elif frame.prefixes_added or frame.prefixes_removed:
             self.index.remove(endpoint_id, frame.prefixes_removed)
@@ -208,7 +208,8 @@ class Placement:
         of_kinds: dict[tuple[CacheKind, ...], int] = {}
         if self._windowed:
             for bit, record in bits.items():
-                if kinds := tuple(record.kinds):
+                if record.endpoint.id in self._windowed:
+                    kinds = tuple(record.kinds)
                     of_kinds[kinds] = of_kinds.get(kinds, 0) | bit
         depths = self.index.depths(chunks, sum(bits) - sum(of_kinds.values()), expected)
         for kinds, pods in of_kinds.items():

@@ -23,8 +23,8 @@ class CacheKind(msgspec.Struct, frozen=True, omit_defaults=True):
     """Tokens that a token reads, itself included; None: all."""
     layers: tuple[int, ...] = ()
     """Numbers of its layers; none: all layers."""
-    block_bytes: int = 0
-    """Bytes of one block in all of its layers; 0: the cache takes no memory."""
+    block_bytes: int = 1
+    """Bytes of one block in all of its layers. A cache without memory counts its blocks."""
     state: bool = False
     """Whether a block is the state of recurrent layers behind the block's last token."""
     row_bytes: int = 0
@@ -40,6 +40,8 @@ ANY_LENGTH = 1 << 60
 """Tokens of the longest sequence where nothing limits it."""
 FULL = CacheKind()
 """The only kind of most models: every token reads all tokens before it."""
+ONE_KIND = (FULL,)
+"""The kinds of a report that names none."""
 
 
 def first_needed(kind: CacheKind, num_tokens: int, block_size: int) -> int:
@@ -73,22 +75,40 @@ def sequence_bytes(kinds: Iterable[CacheKind], num_tokens: int, step_tokens: int
     )
 
 
-def blocks_for_tokens(kinds: Sequence[CacheKind], num_tokens: int, num_sequences: int, block_size: int) -> int:
-    """Return the blocks of all layers in whose memory `num_sequences` sequences decode `num_tokens` further tokens.
+def needed_bytes(
+    kinds: Iterable[CacheKind],
+    num_blocks: int,
+    num_sequences: int,
+    num_tokens: int,
+    block_size: int,
+    held: Sequence[int] = (),
+) -> int:
+    """Return the bytes that `num_blocks` further blocks of tokens need, which `num_sequences` sequences fill.
 
-    This is an upper bound: windows and states are assumed to hold nothing yet. `kinds`: as in a report; none: one kind.
+    `num_tokens`: the most tokens of one of them at its end, which limits what it holds behind a window and of states.
+    `held`: the bytes of each kind that they hold already; none: nothing.
     """
-    num_full = -(-num_tokens // block_size)
-    if not kinds:
-        return num_full
-    unit = sum(kind.block_bytes for kind in kinds)
     num_bytes = 0
+    for number, kind in enumerate(kinds):
+        further = num_blocks * kind.block_bytes
+        if kind.state or kind.window is not None:
+            most = num_sequences * most_held(kind, 0, num_tokens, 1, block_size) * kind.block_bytes
+            further = min(further, max(0, most - held[number]) if held else most)
+        num_bytes += further
+    return num_bytes
+
+
+def mean_bytes(kinds: Iterable[CacheKind], num_tokens: float, block_size: int) -> float:
+    """Return the bytes that a sequence of about so many tokens holds on average, with its last block half full."""
+    num_bytes = 0.0
     for kind in kinds:
-        held = num_full
-        if not kind.keeps_all:
-            held = min(held, num_sequences * most_held(kind, 0, num_tokens, 1, block_size))
-        num_bytes += held * kind.block_bytes
-    return -(-num_bytes // unit)
+        tokens = num_tokens + block_size / 2
+        if kind.state:
+            tokens = min(tokens, block_size)
+        elif kind.window is not None:
+            tokens = min(tokens, kind.window - 1 + block_size)
+        num_bytes += tokens / block_size * kind.block_bytes
+    return num_bytes
 
 
 def blocks_at(kinds: Sequence[CacheKind], counts: Sequence[int], num_tokens: int, block_size: int) -> int:

@@ -16,6 +16,7 @@ from typing import Literal
 import msgspec
 
 from pagemill_protocol.report.adapters import AdapterStatus
+from pagemill_protocol.report.cache_kinds import CacheKind
 from pagemill_protocol.report.histogram import Histogram
 from pagemill_protocol.report.state import EngineLoad, StepTimeParams
 
@@ -33,6 +34,8 @@ class EnginesLoad(EngineLoad, frozen=True, kw_only=True, omit_defaults=True):
     """Engines in these sums."""
     block_size: int = 0
     """The smallest value of any engine; 0: not reported."""
+    kinds: tuple[CacheKind, ...] = ()
+    """The cache kinds of their model, as engines report them."""
     max_num_seqs: int = 0
     """The smallest value of any engine; 0: not reported."""
     max_step_tokens: int = 0

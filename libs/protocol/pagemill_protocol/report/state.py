@@ -9,6 +9,7 @@ msgpack (`pagemill_protocol.frames`), at most 20 a second, and at once when othe
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -52,20 +53,28 @@ class Digests(msgspec.Struct, frozen=True, omit_defaults=True):
     """Part of the root of the block hashes; empty: not reported."""
 
 
+class KindBytes(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The bytes of one cache kind."""
+
+    total: int
+    active: int
+    evictable: int
+
+
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The load of one engine at one instant, or of several together (`total_counts`).
 
     The scheduler computes it; gateway, operator and simulator pass it on and have no other type for these numbers.
     """
 
-    num_blocks_total: int = 0
-    """Blocks as large as one of all layers. Models with several cache kinds count them by their bytes."""
-    num_blocks_free: int = 0
-    """Blocks that were never used or have no reusable content."""
-    num_blocks_evictable: int = 0
-    """Blocks that are cached and not referenced."""
-    num_blocks_active: int = 0
-    """Blocks that running requests reference."""
+    num_kv_bytes_total: int = 0
+    """Bytes of the KV cache, of all kinds."""
+    num_kv_bytes_evictable: int = 0
+    """Bytes of blocks that are cached and not referenced."""
+    num_kv_bytes_active: int = 0
+    """Bytes of blocks that running requests reference."""
+    kind_bytes: list[KindBytes] = []
+    """The bytes of each of several cache kinds; none: there is one."""
     num_requests_running: int = 0
     num_requests_waiting: int = 0
     num_tokens_running: int = 0
@@ -81,8 +90,13 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     (`sampling.LOW_PRIORITY`)."""
 
     @property
+    def num_kv_bytes_free(self) -> int:
+        """Bytes of blocks that were never used or have no reusable content."""
+        return self.num_kv_bytes_total - self.num_kv_bytes_active - self.num_kv_bytes_evictable
+
+    @property
     def kv_cache_usage(self) -> float:
-        return self.num_blocks_active / self.num_blocks_total if self.num_blocks_total else 0.0
+        return self.num_kv_bytes_active / self.num_kv_bytes_total if self.num_kv_bytes_total else 0.0
 
     @property
     def num_requests(self) -> int:
@@ -94,7 +108,7 @@ COUNTS = tuple(name for name in EngineLoad.__annotations__ if name.startswith("n
 """The fields of `EngineLoad` that add up over engines; the others are times of one engine."""
 
 
-def total_counts(loads: Sequence[EngineLoad]) -> dict[str, int]:
+def total_counts(loads: Sequence[EngineLoad]) -> dict[str, Any]:
     """Return the sum of each of `COUNTS` by field name."""
     return {name: sum(getattr(load, name) for load in loads) for name in COUNTS}
 
@@ -112,8 +126,8 @@ class StateFrame(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     max_num_seqs: int = 0
     """Requests that may run at once; 0: not reported."""
     kinds: list[CacheKind] = []
-    """The cache kinds of the model's layers; none: every block is needed to the end. Prefix chunks of the first kind
-    are named by their hashes, those of further kinds by `hashes.key_of_kind`."""
+    """The cache kinds of the model's layers, without the numbers of these; none: one whose blocks count as a byte.
+    Prefix chunks of the first kind are named by their hashes, those of further kinds by `hashes.key_of_kind`."""
     prefix_chunk_blocks: int = 0
     """Blocks per prefix chunk (`pagemill_protocol.hashes`); 0: not reported, which means the fewest with 64 tokens."""
     start_s: dict[str, float] = {}

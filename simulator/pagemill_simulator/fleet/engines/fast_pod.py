@@ -128,9 +128,8 @@ class FastPod:
             num_tokens += row.num_computed_tokens
         kv = self.kv
         return EngineLoad(
-            num_blocks_total=kv.num_blocks,
-            num_blocks_free=kv.num_free,
-            num_blocks_active=kv.num_active,
+            num_kv_bytes_total=kv.num_blocks,
+            num_kv_bytes_active=kv.num_active,
             num_requests_running=self.num_running,
             num_requests_waiting=len(self._waiting) - self._num_new,
             num_tokens_running=num_tokens,
