@@ -170,7 +170,7 @@ def test_a_prompt_alone_takes_its_own_steps_and_its_transfer() -> None:
         ({}, PlannedWorkload(10.0, 500, 50), 100.0, "prefill", "TTFT"),
         ({}, PlannedWorkload(10.0, 50, 500), 100.0, "decode", "TPOT"),
         ({"max_num_seqs": 8}, PlannedWorkload(10.0, 50, 500), 100.0, "decode", "maxNumSeqs"),
-        ({"num_blocks": 200}, PlannedWorkload(10.0, 500, 500), 100.0, "decode", "blocks"),
+        ({"num_bytes": 200}, PlannedWorkload(10.0, 500, 500), 100.0, "decode", "blocks"),
     ],
 )
 def test_what_limits_each_role_is_named(

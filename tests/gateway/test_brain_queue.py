@@ -407,13 +407,13 @@ async def test_a_lost_answer_is_released_and_reserved_once_on_another_engine() -
     choice = await world.ask(prompt=100)
     world.arrive(choice, 100)
     before = world.brain.registry.endpoints[choice.endpoint_id]
-    num_blocks = before.reserved.num_bytes
+    num_bytes = before.reserved.num_bytes
     retry = world.kill(choice, num_tokens=7)
     assert (before.in_flight, len(before.reserved), before.reserved.num_bytes) == (0, 0, 0)
     second = await world.ask_again(retry)
     after = world.brain.registry.endpoints[second.endpoint_id]
     assert second.endpoint_id != choice.endpoint_id
-    assert after.reserved.num_bytes == num_blocks, "prompt and whole answer count as before"
+    assert after.reserved.num_bytes == num_bytes, "prompt and whole answer count as before"
     assert after.dispatches.num_unreported_tokens == 107, "all of it is computed before the next token"
     world.arrive(second, 107)
     world.leave(second)

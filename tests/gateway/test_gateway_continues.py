@@ -371,7 +371,7 @@ def held(gateway, engines) -> list[int]:
     queue = brain.queues.state("default/d")
     counts = [len(brain._open), gateway.gateway.worker.relay.journal_capacity.num_tokens, queue.num_requests]
     for record in records:
-        counts += [record.in_flight, len(record.reserved), record.reserved.num_blocks, record.dispatches.num_open]
+        counts += [record.in_flight, len(record.reserved), record.reserved.num_bytes, record.dispatches.num_open]
     return counts
 
 

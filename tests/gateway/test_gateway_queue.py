@@ -61,7 +61,7 @@ async def test_a_hundred_concurrent_clients_are_served_and_no_engine_exceeds_its
     assert {reply.status for reply in replies} == {200}
     assert sum(len(engine.requests) for engine in engines) == 100, "no request may be served twice"
     assert max(engine.most_inside for engine in engines) <= 8
-    await fake.until(lambda: not any(gateway.record(engine).reserved.num_blocks for engine in engines))
+    await fake.until(lambda: not any(gateway.record(engine).reserved.num_bytes for engine in engines))
 
 
 @pytest.mark.layouts
@@ -181,7 +181,7 @@ async def test_a_client_that_leaves_the_queue_is_removed_at_once(engines, gatewa
     await first
     await fake.until(lambda: gateway.record(engines[0]).in_flight == 0)
     assert len(engines[0].requests) == 1
-    assert gateway.record(engines[0]).reserved.num_blocks == 0
+    assert gateway.record(engines[0]).reserved.num_bytes == 0
 
 
 async def test_the_deadline_header_applies_in_the_queue(engines, gateways, fake) -> None:
@@ -273,7 +273,7 @@ async def test_the_requested_output_tokens_are_reserved(engines, gateways, fake)
     draining.set()
     assert needs == [(2, 8), (2, 8), (3, 8)]
     assert {(await each).status for each in asked} == {200}
-    await fake.until(lambda: (reserved.num_sequences, reserved.num_blocks) == (0, 0))
+    await fake.until(lambda: (reserved.num_sequences, reserved.num_bytes) == (0, 0))
 
 
 @pytest.mark.layouts

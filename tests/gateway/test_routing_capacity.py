@@ -87,7 +87,7 @@ async def test_only_blocks_that_are_not_cached_need_capacity_and_are_reserved() 
     choice = await world.choose(routing_request)
     assert (choice.endpoint_id, choice.predicted_cached_tokens) == ("warm", 576)
     # One prefix chunk of the prompt is computed because its last token always is; 20 output tokens need two blocks.
-    assert world.record("warm").reserved.num_blocks == CHUNK // BLOCK + 2
+    assert world.record("warm").reserved.num_bytes == CHUNK // BLOCK + 2
     other = world.choose(ask_of(2))
     await settle()
     assert not other.done(), "42 blocks must not fit on any engine"
@@ -119,7 +119,7 @@ async def test_every_account_counts_a_decision_once_and_releases_it() -> None:
             assert len(predictions) == 0
         world.brain.finished(choice, CompletedRequest(60))
         assert (record.in_flight, len(record.reserved), record.dispatches.num_open) == (0, 0, 0)
-        assert (record.reserved.num_blocks, record.dispatches.num_unreported_tokens) == (0, 0)
+        assert (record.reserved.num_bytes, record.dispatches.num_unreported_tokens) == (0, 0)
 
 
 async def test_no_prefix_is_expected_from_a_slot_given_to_a_client_that_left() -> None:
@@ -164,7 +164,7 @@ async def test_the_next_request_reserves_the_learned_length() -> None:
     blocks = []
     for number in range(12):
         choice = await world.choose(ask_of(number, 64), max_tokens=None)
-        blocks.append(world.record("a").reserved.num_blocks)
+        blocks.append(world.record("a").reserved.num_bytes)
         world.brain.finished(choice, CompletedRequest(BLOCK))
     assert blocks[0] == 4 + PRIOR_TOKENS // BLOCK
     assert blocks[-1] == 4 + 1
