@@ -151,7 +151,7 @@ def test_replicas_count_as_unequal_only_beyond_what_their_models_differ_by_learn
 
 @pytest.mark.parametrize(
     ("changes", "limit"),
-    [({"num_blocks": 20}, "blocks"), ({"max_num_seqs": 4}, "maxNumSeqs"), ({"max_step_tokens": 8}, "steps")],
+    [({"num_bytes": 20}, "blocks"), ({"max_num_seqs": 4}, "maxNumSeqs"), ({"max_step_tokens": 8}, "steps")],
     ids=str,
 )
 def test_an_overloaded_fleet_has_no_latency_and_the_reason_is_given(changes: dict[str, int], limit: str) -> None:

@@ -19,6 +19,7 @@ REFUSED = "peers of the last release would refuse it or read it otherwise; add a
 CATALOGUE = (
     "no release has served adapters; a gateway of a cluster builds its catalogue itself, one of `up` is started with it"
 )
+BLOCKS = "peers take the cache for unreported, as before a first report; engines queue what they cannot hold"
 _REASONS = (
     "'OutOfBounds', 'Panic', 'RateLimited', 'ReplicasStarting'",
     "'ScaledDown', 'ScaledToZero', 'ScaledUp', 'SignalsMissing', 'Stabilizing', 'Steady', 'Woken'",
@@ -28,6 +29,13 @@ REVIEWED: dict[str, str] = {
     f"{{'enum': ['AtMaximum', {_REASONS[0]}, 'Saturated', {_REASONS[1]}]}}; " + REFUSED: (
         "operators leave out kept records that they cannot read; `pagemill why` names the command to use"
     ),
+    "CacheKind.block_bytes: changed from {'default': 0, 'type': 'integer'} to {'default': 1, 'type': 'integer'}; "
+    + REFUSED: "engines send it for every kind that has memory",
+    **{
+        f"{load}.num_blocks_{state}: the field is gone; keep it, with its default": BLOCKS
+        for load in ("EngineLoad", "EnginesLoad")
+        for state in ("active", "evictable", "free", "total")
+    },
     "CatalogAdapter: the message is gone or has another name here; "
     "list the change as reviewed if it is a rename": CATALOGUE,
     "CatalogModel.adapters: changed from {'default': [], 'items': {'$ref': 'CatalogAdapter'}, 'type': 'array'} to "
