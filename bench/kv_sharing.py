@@ -99,7 +99,7 @@ def measure(core: EngineCore, prompts: list[list[int]], params: list[SamplingPar
             if out.error is not None:
                 raise SystemExit(f"a request failed: {out.error}")
             num_tokens += len(out.token_ids)
-        peak = max(peak, core.load().num_kv_bytes_active)
+        peak = max(peak, core.scheduler.kv.usage()[0].num_active)
         usage = core.scheduler.kv.slot_usage()
         allocated, used = allocated + usage.allocated_slots, used + usage.used_slots
     seconds = time.perf_counter() - started_s

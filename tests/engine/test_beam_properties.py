@@ -218,7 +218,7 @@ def test_beams_share_their_prompt_and_copy_only_the_blocks_that_they_write(check
     most = copies = 0
     while core.has_work:
         core.step()
-        most = max(most, core.load().num_kv_bytes_active)
+        most = max(most, core.scheduler.kv.usage()[0].num_active)
         copies += len(core.runner.plans[-1].tables[0].copies)
     # A row has 31 tokens with KV: 8 blocks, of which 5 are the prompt's.
     assert most <= 5 + 4 * 3

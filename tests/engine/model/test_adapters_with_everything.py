@@ -134,7 +134,7 @@ def test_preempted_and_proposed_tokens_are_the_same(settings: dict[str, Any], wo
         assert [output.outputs[0].token_ids for output in outputs] == expected
         load = llm._core.load()
         assert load.num_preemptions > 0 or "speculative_config" in settings
-        assert load.num_blocks_active == 0
+        assert load.num_kv_bytes_active == 0
 
 
 def test_the_base_has_equal_bits_whatever_is_loaded_and_in_its_batch(world: World, tmp_path: Path) -> None:
