@@ -67,10 +67,10 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """How tokens are proposed that a step verifies together. Answers do not depend on it."""
 
     method: str = "auto"
-    """`auto` and `ngram`: what a client predicts (`prediction` of a chat), and what followed the last tokens where they
-    stood before, in the prompt, in the answer or in recent answers to prompts that begin alike; `draft`: what clients
-    predict, and what the model of `source` drafts; `off`: nothing. `mtp` and `eagle3` need layers that propose, which
-    this version does not run. Installed packages can register others."""
+    """`auto`: what a client predicts (`prediction` of a chat); `ngram`: that, and what followed the last tokens where
+    they stood before, in the prompt, in the answer or in recent answers to prompts that begin alike; `draft`: what
+    clients predict, and what the model of `source` drafts; `off`: nothing. `mtp` and `eagle3` need layers that propose,
+    which this version does not run. Installed packages can register others."""
     source: str | None = None
     """The draft model, with the schemes of `model`: a smaller one with the same tokenizer. On CPUs."""
     num_tokens: int = 8

@@ -8,6 +8,7 @@ import pytest
 
 from pagemill.up.documents import read_documents
 from pagemill.up.loading import load_files
+from pagemill_crds.adapters import LoRAAdapter
 from pagemill_crds.models import LLMDeployment
 from pagemill_operator.plan.planner import name_conflicts
 
@@ -21,7 +22,8 @@ def test_an_example_is_a_valid_resource(path: Path) -> None:
     documents, findings = read_documents(path)
     assert findings == []
     for document in documents:
-        LLMDeployment.model_validate(document.value)
+        kind = LoRAAdapter if document.value["kind"] == "LoRAAdapter" else LLMDeployment
+        kind.model_validate(document.value)
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)

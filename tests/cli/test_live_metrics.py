@@ -30,6 +30,7 @@ from pagemill_operator.autoscaler.settings import ScalingSettings, Slo
 from pagemill_operator.controller.reporting.metrics import OperatorMetrics
 from pagemill_operator.plan.types import Group, Plan, Process
 from pagemill_operator.status.observation import Observation, ReplicaObservation
+from pagemill_protocol.resource.served import ServedModel
 
 RULES = Path(__file__).resolve().parents[2] / "charts" / "pagemill" / "files" / "rules.yaml"
 NAME = re.compile(r"\b((?:vllm:|pagemill_|controller_runtime_|workqueue_|rest_client_|leader_)[a-z0-9_]+)\b(?!:)")
@@ -56,7 +57,8 @@ def operator_metrics() -> Iterator[int]:
     metrics.watch(depth=lambda: 1, deployments=lambda: 1, watch_age_s=lambda kind: 2.0, kinds=["Pod"])
     group = Group("sim", 1, Process("pagemill_engine.server", {}, gpus=1), digest="a")
     scaling = ScalingSettings("Active", min_replicas=1, max_replicas=1, slo=Slo(ttft_ms=500))
-    plan = Plan("default", "sim", 1, ("sim",), "hf://sim", (group,), autoscaling=scaling, gpu_hour_price=2.0)
+    served = ServedModel(name="sim")
+    plan = Plan("default", "sim", 1, served, "hf://sim", (group,), autoscaling=scaling, gpu_hour_price=2.0)
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

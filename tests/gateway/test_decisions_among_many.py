@@ -34,7 +34,7 @@ NOTHING = frozenset[str]()
 
 
 def test_a_waiting_request_expects_answers_to_end_by_the_tokens_of_a_step() -> None:
-    load = EngineLoad(num_requests_running=4, num_blocks_total=100, num_blocks_free=90, num_blocks_active=10)
+    load = EngineLoad(num_requests_running=4, num_kv_bytes_total=100, num_kv_bytes_active=10)
     bases = []
     for sampled in (1.0, 2.0):
         step_time = replace(params(1.0), tokens_per_decode=sampled)

@@ -14,7 +14,7 @@ from waiting import eventually
 from pagemill_gateway.admission.attempts import MAX_CRASHES, MAX_FAULTS, Attempts
 from pagemill_gateway.brain.resilience.poison_memory import KEPT_S, MAX_KEPT, Poison, PoisonMemory
 from pagemill_gateway.config import RedisConfig
-from pagemill_gateway.relay.request_content import content_of
+from pagemill_gateway.relay.relay import content_of
 from pagemill_protocol.errors import ENGINE_CRASHED, rendering_failed, unavailable
 from pagemill_protocol.frames import encode_frame
 from pagemill_protocol.request.generate import FrameMeta, GenerateRequest

@@ -22,6 +22,7 @@ from pagemill_operator.backends.standby import next_standby_actions
 from pagemill_operator.plan import Group, Plan, Process
 from pagemill_operator.status.conditions import Phase, ReplicaObservation
 from pagemill_protocol.report.load import Lengths, QueueLoad
+from pagemill_protocol.resource.served import ServedModel
 
 PROCESS = Process("module", {})
 WAKING: Phase = "waking"
@@ -31,7 +32,7 @@ ASLEEP: Phase = "asleep"
 def plan(replicas: int, warm: int = 1, most: int = 10, **changes: Any) -> Plan:
     policy = ScalingSettings("Active", 0, most, warm, 0.8, 2)
     group = Group("g", replicas, PROCESS, digest="new")
-    return Plan("default", "g", 1, ("g",), "m", (group,), msgspec.structs.replace(policy, **changes))
+    return Plan("default", "g", 1, ServedModel(name="g"), "m", (group,), msgspec.structs.replace(policy, **changes))
 
 
 def replicas(**phases: Phase) -> list[ReplicaObservation]:
@@ -107,7 +108,7 @@ def test_during_a_rollout_no_replica_is_put_to_sleep_but_one_may_be_woken() -> N
 
 
 def test_without_a_scaler_a_sleeping_engine_was_put_to_sleep_by_a_user() -> None:
-    fixed = Plan("default", "g", 1, ("g",), "m", (Group("g", 1, PROCESS, digest="new"),))
+    fixed = Plan("default", "g", 1, ServedModel(name="g"), "m", (Group("g", 1, PROCESS, digest="new"),))
     assert next_standby_actions(fixed, replicas(a="asleep")) == ([], [])
 
 

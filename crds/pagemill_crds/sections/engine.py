@@ -32,8 +32,8 @@ class Speculative(Section):
     depend on it."""
 
     method: Literal["auto", "ngram", "draft", "mtp", "eagle3", "off"]
-    """`auto` and `ngram` propose what a client predicts (`prediction` of a chat) and what stood behind the same words
-    before, in the prompt, in the answer or in recent answers to prompts that begin alike, `draft` what a client
+    """`auto` proposes what a client predicts (`prediction` of a chat), `ngram` that and what stood behind the same
+    words before, in the prompt, in the answer or in recent answers to prompts that begin alike, `draft` what a client
     predicts and what the model of `source` drafts, `off` nothing. `mtp` and `eagle3` are reserved for the model's own
     layers and trained heads: this version ignores them and reports them in `FieldsSupported`."""
     source: Source | None = None

@@ -21,7 +21,7 @@ from pagemill_engine.scheduler.proposals import Proposals
 from pagemill_engine.weights.errors import LoadError
 
 BUILT_IN: Mapping[str, tuple[Callable[[], Method], ...]] = {
-    "auto": (Ngrams, RecentAnswers),
+    "auto": (),
     "ngram": (Ngrams, RecentAnswers),
     "draft": (DraftMethod,),
 }
@@ -49,8 +49,6 @@ def proposals_of(config: EngineConfig, info: RunnerInfo, ms_of: MsOf) -> Proposa
         methods = _methods_of(settings.method)
     except ValueError as error:
         raise LoadError("SettingsUnsupported", str(error)) from error
-    if settings.method == "auto" and config.null_runner:  # its tokens are drawn, and repeat nothing
-        methods = []
     if not config.enable_prefix_caching:  # then requests share nothing
         methods = [method for method in methods if not isinstance(method, RecentAnswers)]
     rounds = Rounds(settings.num_tokens) if info.drafts else None
