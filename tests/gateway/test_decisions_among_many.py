@@ -244,7 +244,8 @@ class World:
             num_requests_waiting=waiting,
             num_tokens_running=running * 200,
             num_tokens_waiting=waiting * rng.randrange(1, 900),
-            num_kv_bytes_total=rng.choice([5, 500]) + running * 13,
+            num_kv_bytes_total=100_000,  # no request waits for room
+            num_kv_bytes_evictable=100_000 - running * 13 - rng.choice([5, 500]),
             num_kv_bytes_active=running * 13,
         )
         frame = StateFrame(
