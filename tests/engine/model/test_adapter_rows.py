@@ -73,6 +73,7 @@ def test_two_adapters_and_the_base_compute_what_merged_weights_compute(name: str
 
 
 @pytest.mark.skipif(HAS_GPU, reason="the whole model is on the interpreter's device")
+@pytest.mark.sample("llama")
 @pytest.mark.parametrize("name", ["llama", "mixtral", "gpt_neox"])
 def test_triton_adds_what_the_formulas_add(name: str) -> None:
     decoder = declared(name)

@@ -26,6 +26,7 @@ def three_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved("Llama", tmp_path_factory.mktemp("model"), num_hidden_layers=NUM_LAYERS)
 
 
+@pytest.mark.sample("Llama-*", "Mixtral-3-3", "Mistral-4-2", "Olmo2-2-2", "Gemma2-2-2")
 @pytest.mark.parametrize(("size", "num_stages"), [(2, 2), (3, 3), (4, 2)])
 @pytest.mark.parametrize("kind", ["Llama", "Olmo2", "Mixtral", "Mistral", "Gemma2"])
 def test_stages_give_the_tokens_of_one(

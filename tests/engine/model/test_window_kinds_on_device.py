@@ -222,6 +222,7 @@ def test_recorded_steps_give_the_same_answers_and_are_not_more(
     assert replays.num_run > 20
 
 
+@pytest.mark.full
 def test_measured_memory_is_divided_among_the_kinds(
     folder: Path, runner_loader: Callable[..., Any], make_driver: Callable[[Any], Any], expected: Answers
 ) -> None:
