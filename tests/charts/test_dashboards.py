@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / "charts" / "pagemill" / "files" / "dashboards").glob("*.json"))
 DASHBOARDS = [json.loads(path.read_text("utf-8")) for path in FILES]
 RECORDED = {rule.record for rules in recording_groups().values() for rule in rules}
-UNITS = {"none", "s", "m", "ops", "reqps", "percentunit"}
+UNITS = {"none", "s", "m", "ops", "reqps", "percentunit", "bytes"}
 SELECTOR = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)\{([^}]*)\}")
 
 Dashboard = dict[str, Any]

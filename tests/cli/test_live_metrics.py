@@ -45,6 +45,13 @@ SILENT = {
     "Gateway: Time in the queue": "nothing waits",
     "Gateway: Error of predicted first tokens": "the simulated engine's step time is not fitted yet",
     "Gateway: Retries, migrations and broken streams": "nothing fails",
+    "Model: Aborted requests": "no client leaves",
+    "Model: Accepted by place": "nothing is proposed",
+    "Model: Accepted proposals": "the same",
+    "Model: Gain of proposals": "the same",
+    "Model: Adapters": "there are none",
+    "Model: Loads and evictions of adapters": "the same",
+    "Model: Requests by adapter": "the same",
 }
 """Panels without data under this load, with the reason."""
 

@@ -77,7 +77,8 @@ def is_gone(process: psutil.Process) -> bool:
 @pytest.mark.model
 def test_two_ranks_answer_as_one_process(ranked_server: Any, model_server: Any) -> None:
     found = answers(ranked_server)
-    assert found == answers(model_server)
+    # The other server has answered other tests, and has cached more.
+    assert [each[:2] for each in found] == [each[:2] for each in answers(model_server)]
     assert found[1][2] >= 64  # cached tokens
     assert json.loads(found[2][0]).keys() == {"city", "size"}
 
