@@ -41,19 +41,23 @@
 
 {{/* The operator watches all its kinds in the same namespaces, which always include its own. */}}
 {{- define "pagemill.operatorReadRules" -}}
-- apiGroups: ["", apps, batch, networking.k8s.io, pagemill.dev, policy]
-  resources:
-    - configmaps
-    - deployments
-    - jobs
-    - llmdeployments
-    - loraadapters
-    - networkpolicies
-    - persistentvolumeclaims
-    - poddisruptionbudgets
-    - pods
-    - secrets
-    - services
+- apiGroups: [""]
+  resources: [configmaps, persistentvolumeclaims, pods, secrets, services]
+  verbs: [list, watch]
+- apiGroups: [apps]
+  resources: [deployments]
+  verbs: [list, watch]
+- apiGroups: [batch]
+  resources: [jobs]
+  verbs: [list, watch]
+- apiGroups: [networking.k8s.io]
+  resources: [networkpolicies]
+  verbs: [list, watch]
+- apiGroups: [pagemill.dev]
+  resources: [llmdeployments, loraadapters]
+  verbs: [list, watch]
+- apiGroups: [policy]
+  resources: [poddisruptionbudgets]
   verbs: [list, watch]
 - apiGroups: [monitoring.coreos.com]
   resources: [podmonitors]
