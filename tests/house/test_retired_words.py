@@ -20,6 +20,7 @@ RETIRED = {
     "heard": "reported or received",
     "nobody": "no client, no request or no engine, by what it is",
     "somebody": "a client, a signal or an operator, by what it is",
+    "whoever": "the caller, a client or a user, by what it is",
     "wish": "demand or target",
     "wishes": "demand or targets",
     "granule": "prefix chunk",

@@ -128,7 +128,7 @@ class ServedAdapters:
         pinned ones are known or refused.
 
         `on_wait` is called with the names that are waited for. Raises `PagemillError` for a refused adapter of the
-        settings: whoever started the server is there to read it.
+        settings: the user who started the server reads it.
         """
         self._loads = loads
         for each in self._asked:

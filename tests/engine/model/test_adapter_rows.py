@@ -89,7 +89,7 @@ def test_triton_adds_what_the_formulas_add(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "way"), [case for case in MIXED if library.load() or case[1] == "on torch"])
-def test_rows_of_the_base_have_equal_bits_whoever_is_in_their_batch(name: str, way: str) -> None:
+def test_rows_of_the_base_have_equal_bits_in_any_batch(name: str, way: str) -> None:
     decoder = declared(name)
     outputs, _ = WAYS[way]
     alone = outputs(decoder, whole_of(decoder), None)
