@@ -21,50 +21,49 @@ def fleet() -> Page:
     return Page("pagemill-fleet", "Pagemill / Fleet capacity", about, "pagemill_engine_ready", ENGINES, rows)
 
 
+def _stat(title: str, description: str, unit: str, series: str) -> Panel:
+    """Return the panel of a recorded series that shows its present value for each model."""
+    return Panel(title, description, unit, [(recorded(series), MODEL)], is_stat=True)
+
+
 def _now() -> list[Panel]:
     return [
-        Panel(
+        _stat(
             "Headroom",
             "Free share of the scarcer of KV cache and sequence slots, over the ready engines.",
             "percentunit",
-            [(recorded(rules.HEADROOM), MODEL)],
-            is_stat=True,
+            rules.HEADROOM,
         ),
-        Panel(
+        _stat(
             "Minutes until saturation",
             "Minutes until 90 % of the KV cache of the maximum of replicas is used, at the last hour's trend. Empty: "
             "the use does not grow.",
             "m",
-            [(recorded(rules.SATURATION), MODEL)],
-            is_stat=True,
+            rules.SATURATION,
         ),
-        Panel(
+        _stat(
             "Waiting",
             "Requests that wait in gateways and engines until there is capacity.",
             "none",
-            [(recorded(rules.WAITING), MODEL)],
-            is_stat=True,
+            rules.WAITING,
         ),
-        Panel(
+        _stat(
             "First tokens, 95th percentile",
             "Time to first token that clients of gateways see, in the last five minutes. Empty: no stream began.",
             "s",
-            [(recorded(rules.FIRST_TOKEN), MODEL)],
-            is_stat=True,
+            rules.FIRST_TOKEN,
         ),
-        Panel(
+        _stat(
             "At the maximum",
             "1: the maximum of replicas is ordered, so that no more can follow the load.",
             "none",
-            [(recorded(rules.AT_MAXIMUM), MODEL)],
-            is_stat=True,
+            rules.AT_MAXIMUM,
         ),
-        Panel(
+        _stat(
             "Cost per hour",
             "Price of all GPUs of deployments with spec.cost.gpuHour.",
             CURRENCY,
-            [(recorded(rules.COST), MODEL)],
-            is_stat=True,
+            rules.COST,
         ),
     ]
 

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from pagemill_crds.base import Section
-from pagemill_crds.fields import ModelName, ObjectName
+from pagemill_crds.fields import ModelName, ObjectName, merged_by
 from pagemill_crds.models import ObjectMeta
 from pagemill_crds.sections.model import Source
 from pagemill_crds.status import AdapterReplicas, Condition, Count
@@ -35,13 +35,7 @@ class LoRAAdapterStatus(AdapterReplicas):
 
     observed_generation: Count = 0
     """Generation of the spec that the status describes."""
-    conditions: Annotated[
-        list[Condition],
-        Field(
-            max_length=8,
-            json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]},
-        ),
-    ] = Field(default_factory=list)
+    conditions: Annotated[list[Condition], merged_by("type", 8)] = Field(default_factory=list)
     """Conditions: Accepted (whether the engines are asked to serve it) and Ready (whether all replicas do)."""
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import core_schema
 
 from pagemill_protocol.resource import quantities
@@ -128,3 +128,12 @@ ModelName = Annotated[
     ),
 ]
 Line = Annotated[str, Text(1024, r"^[^\r\n]*$", "must be one line")]
+
+
+def merged_by(key: str, max_length: int) -> Any:
+    """Return the limits of a list whose items are identified by a field: writers of several items merge theirs.
+
+    Source: Kubernetes, https://kubernetes.io/docs/reference/using-api/server-side-apply/#merge-strategy
+    """
+    markers: dict[str, Any] = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": [key]}
+    return Field(max_length=max_length, json_schema_extra=markers)

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from pagemill_crds.base import Section
-from pagemill_crds.fields import Text
+from pagemill_crds.fields import Text, merged_by
 
 REASON_PATTERN = r"^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$"
 TYPE_PATTERN = r"^[A-Za-z]([A-Za-z0-9]*)$"
@@ -162,13 +162,7 @@ class LLMDeploymentStatus(Section):
     """Base URL of the OpenAI-compatible API."""
     plan: PlanSummary | None = None
     """Result of planning the spec."""
-    adapters: Annotated[
-        list[AdapterSummary],
-        Field(
-            max_length=1024,
-            json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
-        ),
-    ] = Field(default_factory=list)
+    adapters: Annotated[list[AdapterSummary], merged_by("name", 1024)] = Field(default_factory=list)
     """LoRA adapters that the engines are asked to serve, and the replicas that do. Gateways serve these."""
     load: LoadSummary | None = None
     """Load, rounded to coarse steps."""
@@ -176,11 +170,5 @@ class LLMDeploymentStatus(Section):
     """The latest change of the number of replicas."""
     last_start: Start | None = None
     """The latest measured start of a replica."""
-    conditions: Annotated[
-        list[Condition],
-        Field(
-            max_length=32,
-            json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]},
-        ),
-    ] = Field(default_factory=list)
+    conditions: Annotated[list[Condition], merged_by("type", 32)] = Field(default_factory=list)
     """Conditions: Planned, Scheduled, ModelLoaded, Serving, ScalingActive, SLOMet, FieldsSupported and Ready."""

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from kv_machine import Row
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.executing.base import RunnerInfo
@@ -144,16 +144,6 @@ def test_as_much_is_hit_as_with_the_best_fixed_division(works: str) -> None:
 @pytest.mark.parametrize("works", WORKS)
 def test_as_much_is_hit_over_ten_thousand_steps(works: str) -> None:
     compare(works, 10_000)
-
-
-@dataclass(eq=False)
-class Row:
-    request_id: str
-    token_ids: list[int]
-    num_computed_tokens: int = 0
-    cache_root: bytes = b"root"
-    block_hashes: list[bytes] = field(default_factory=list)
-    num_pending_tokens: int = 0
 
 
 FULL, WINDOW = CacheKind("full", block_bytes=3), CacheKind("window-4", 4, block_bytes=5)

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from pagemill_crds.base import Section, SectionRule
-from pagemill_crds.fields import DottedName, Line, Memory, Text
+from pagemill_crds.fields import DottedName, Line, Memory, Text, merged_by
 from pagemill_crds.sections.model import Source
 
 ENV_NAME_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]*$"
@@ -165,13 +165,7 @@ class EngineSection(Section):
     steps at the same time. On CPUs they are processes of the pod; with `resources.gpus` this version supports 1."""
     extra_args: Annotated[list[ExtraArg], Field(max_length=64)] = Field(default_factory=list)
     """Engine settings that have no field here, as `--name=value`. They override the fields."""
-    env: Annotated[
-        list[EnvVar],
-        Field(
-            max_length=64,
-            json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
-        ),
-    ] = Field(default_factory=list)
+    env: Annotated[list[EnvVar], merged_by("name", 64)] = Field(default_factory=list)
     """Environment variables of the engine's container."""
 
     rules: ClassVar[tuple[SectionRule, ...]] = (

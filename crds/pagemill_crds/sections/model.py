@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from pagemill_crds.base import Section, SectionRule
-from pagemill_crds.fields import DottedName, Line, Memory, ModelName, Text
+from pagemill_crds.fields import DottedName, Line, Memory, ModelName, Text, merged_by
 
 HUB_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*(@[A-Za-z0-9._/-]+|/[^@ ]+[.]gguf)*"
 SOURCE_PATTERN = rf"^([a-z][a-z0-9+.-]*://[^\s]+|{HUB_NAME})$"
@@ -145,13 +145,7 @@ class ModelSection(Section):
     reasoning stays in the text."""
     generation_defaults: GenerationDefaultsSection | None = None
     """Sampling parameters of requests that send none."""
-    adapters: Annotated[
-        list[Adapter],
-        Field(
-            max_length=64,
-            json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
-        ),
-    ] = Field(default_factory=list)
+    adapters: Annotated[list[Adapter], merged_by("name", 64)] = Field(default_factory=list)
     """LoRA adapters to serve beside the model. The resource `LoRAAdapter` adds one without a change of this resource. A
     change of the list restarts no replica, but without `spec.engine.lora` the first entry does, and the end of the last
     one."""
