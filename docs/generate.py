@@ -33,9 +33,9 @@ MODELS = (
     "supported ones. [Packages can add architectures](../how-to/add-a-model.md)."
 )
 MODELS_NOTES = """\
-- **Backends**: all families except DeepSeek run on CPUs with the native kernels or with torch, and on NVIDIA GPUs with
-  Triton. On CPUs, attention with ALiBi or soft caps uses torch, and does not support `int8` KV caches and
-  `deterministic`.
+- **Backends**: all families except DeepSeek and hybrids run on CPUs with the native kernels or with torch, and on
+  NVIDIA GPUs with Triton. On CPUs, attention with ALiBi or soft caps uses torch, and does not support `int8` KV
+  caches and `deterministic`.
 - **DeepSeek** stores one compressed vector per token and layer (`kv_lora_rank` + `qk_rope_head_dim` values), which
   `pagemill plan` and the KV cache take into account. It runs on CPUs only: matmuls and experts use native kernels,
   latent attention uses torch; `device: cuda` is refused by name. FP8 checkpoints are supported; layers for
@@ -58,8 +58,10 @@ MODELS_NOTES = """\
   cache: on CPUs, in floats, and slower than the families above (the log and `/version` say so). Not supported are
   attention windows, recurrent or compressed state, `longrope`, unknown arguments of attention, and code from the
   model's files. `transformers` must be installed in the engine, in the operator and where `pagemill plan` runs.
-- **Hybrids** with recurrent layers (Qwen3.5, Qwen3-Next, Jamba and others) are refused; the error names the key in the
-  header ([ADR 54](../adr/0054-recurrent-state.md)).
+- **Hybrids** with gated delta rules (Qwen3.5, Qwen3-Next) run on CPUs and need torch; their prefixes are reused from
+  states that are kept behind points of prompts ([ADR 100](../adr/0100-states-are-blocks.md)). Adapters, proposed
+  tokens, several processes, `deterministic` and `device: cuda` are refused by name; layers for multi-token prediction
+  are not loaded. Other hybrids (Jamba, Nemotron-H and others) are refused, and the error names the key in the header.
 - **Rope scaling**: `linear`, `dynamic`, `llama3`, `yarn` and `longrope`. `linear`, `dynamic` and `yarn`
   lengthen the context by their factor where the files declare the original one. Where `maxModelLen` exceeds the
   original context, all contexts have the base of the longest one with `dynamic` and the long factors with `longrope`,

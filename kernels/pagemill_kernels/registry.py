@@ -122,6 +122,8 @@ _IMPLEMENTATIONS: dict[str, dict[Backend, str]] = {
         "cpu_native": "torch_ops:paged_attention",
         "triton": "paged_attention.triton_launch:paged_attention",
     },
+    "causal_convolution": {"reference": "recurrent.reference:causal_convolution"},
+    "delta_rule": {"reference": "recurrent.reference:delta_rule"},
     "sample_tokens": {
         "reference": "sampling.reference:sample_tokens",
         "triton": "sampling.triton_launch:sample_tokens",
@@ -224,6 +226,8 @@ class Ops(NamedTuple):
     gather_rows: Callable[[Tensor, Tensor], Tensor]
     plan_attention: Callable[..., Any]
     paged_attention: Callable[..., Tensor]
+    causal_convolution: Callable[..., Tensor]
+    delta_rule: Callable[..., Tensor]
     sample_tokens: Callable[[Tensor, SamplingBatch], SampledTokens]
     device: torch.device
     """Device of all tensors."""

@@ -9,7 +9,7 @@ from itertools import pairwise
 import msgspec
 import numpy as np
 import pytest
-from declared_families import NAMES, declared
+from declared_families import NAMES, RECURRENT, declared
 
 from pagemill_models.declaration.declaration import AttentionSpec, DecoderSpec, LinearSpec, MatrixSpec, RowGroups
 from pagemill_models.sharding.linears import SPLITS, linears
@@ -163,8 +163,14 @@ def test_a_model_of_transformers_is_refused_by_name() -> None:
 
 
 def test_every_role_says_how_it_is_divided() -> None:
-    roles = {use.role for name in NAMES for use in linears(declared(name))}
+    roles = {use.role for name in (*NAMES, *RECURRENT) for use in linears(declared(name))}
     assert roles == SPLITS.keys()
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_recurrent_layers_are_refused_by_name(name: str) -> None:
+    with pytest.raises(ShardError, match=r"`Qwen3.*` has recurrent layers"):
+        shard(declared(name), 0, 2)
 
 
 def test_a_rank_holds_its_share_of_a_model() -> None:

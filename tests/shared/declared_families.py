@@ -10,6 +10,7 @@ from typing import Any
 import encoder_models
 import expert_models
 import family_checkpoints
+import hybrid_models
 import numpy as np
 import transformers
 from family_matrix import BASES
@@ -37,6 +38,8 @@ _TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
 KINDS = {name: kind for name, kind in family_checkpoints.KINDS.items() if not kind.alibi}
 """Without Baichuan's 13B, which is known by its size."""
 NAMES = [*_TRANSFORMERS, *KINDS]
+RECURRENT = hybrid_models.MODELS
+"""Models with states, which are not divided among ranks."""
 
 
 @cache
@@ -45,7 +48,7 @@ def declared(name: str) -> DecoderSpec:
         kind = KINDS[name]
         values = {**family_checkpoints.CONFIG, **kind.config, "architectures": [kind.architecture]}
         return decoder_from_config(values, Path("config.json"))
-    architecture, overrides = _TRANSFORMERS[name]
+    architecture, overrides = (_TRANSFORMERS | RECURRENT)[name]
     asked = {"vocab_size": VOCAB_SIZE} | overrides
     config: Any = getattr(transformers, architecture).config_class(**asked)
     values = json.loads(config.to_json_string(use_diff=False)) | {"architectures": [architecture]}

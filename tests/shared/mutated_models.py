@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from family_models import BLOOM, FALCON, GEMMA2, GEMMA3, GPT2, GPTJ, GRANITE, LLAMA, MPT, NEOX, OPT
+from hybrid_models import QWEN as HYBRID
 
 from pagemill_models.declaration.known import BUILT_IN
 from pagemill_models.spec.decoders import decoder_from_config
@@ -49,6 +50,8 @@ _OWN: dict[str, dict[str, Any]] = {
     "qwen": _QWEN,
     **dict.fromkeys(("bert", "roberta", "xlm_roberta", "modernbert"), _BERT),
     **dict.fromkeys(("mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "gpt_oss"), LLAMA | _MOE),
+    "qwen3_5": HYBRID,
+    **dict.fromkeys(("qwen3_5_moe", "qwen3_next"), HYBRID | _MOE),
     **dict.fromkeys(
         ("deepseek_v2", "deepseek_v3"),
         LLAMA | _MOE | _LATENT | {"first_k_dense_replace": 1, "n_group": 2, "topk_group": 1},

@@ -61,12 +61,18 @@ def norm_order(spec: AttentionSpec, size: int) -> Order | None:
 
 
 def qkv_order(spec: AttentionSpec) -> Order | None:
-    """Return the order of the rows of `spec.qkv`. Values keep theirs."""
+    """Return the order of the rows of `spec.qkv`: queries, keys, values, gates. Values and gates keep theirs."""
     order = head_order(spec.rope, spec.head_dim)
     turning = heads_order(order, spec.num_heads + spec.num_kv_heads)
-    if turning is None:
+    if turning is None and not spec.gated:
         return None
-    return np.concatenate([turning, np.arange(len(turning), spec.qkv.out_features)])
+    query_rows, key_rows = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    turning = np.arange(query_rows + key_rows) if turning is None else turning
+    gates = np.arange(query_rows if spec.gated else 0) + query_rows
+    # Gates are stored behind the queries, and are put behind the values.
+    keys = turning[query_rows:] + len(gates)
+    values = np.arange(key_rows) + query_rows + len(gates) + key_rows
+    return np.concatenate([turning[:query_rows], keys, values, gates])
 
 
 def latent_query_order(spec: LatentAttentionSpec) -> Order | None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,9 @@ from pagemill_kernels.arrays import Array
 from pagemill_kernels.paged_attention.batch import AttentionBatch
 from pagemill_models.spec.model_spec import ModelSpec
 
+if TYPE_CHECKING:
+    from pagemill_kernels.recurrent.batch import StateBatch
+
 
 class CachedTokens(NamedTuple):
     """The step's tokens in the caches of one kind."""
@@ -20,6 +23,22 @@ class CachedTokens(NamedTuple):
     slots: NDArray[np.int64]
     """Slot of each token's keys and values: block id * block size + offset."""
     attention: AttentionBatch
+
+
+class StateArrays(NamedTuple):
+    """What a recurrent layer keeps, all float32. Slots and rows are those of a `StateBatch`."""
+
+    states: Array
+    """[slots, shape of the state]."""
+    windows: Array
+    """[slots, width - 1, channels]: the values before each state's boundary that a convolution reads."""
+    log: Array
+    """[rows, tokens of a block, inputs_per_token]: the tokens since the state."""
+    inputs: Array
+    """[rows, width - 1, channels]: the last values of each row."""
+
+
+LayerCache = Array | StateArrays
 
 
 class StepTokens(NamedTuple):
@@ -32,6 +51,8 @@ class StepTokens(NamedTuple):
     """By the windows of the model's layers."""
     hidden: Array | None = None
     """What the stage before has computed, float32 [tokens, hidden]; None where tokens are embedded."""
+    states: StateBatch | None = None
+    """What recurrent layers read and write; None: the model has none."""
 
 
 class StepModel(Protocol):
@@ -49,7 +70,7 @@ class StepModel(Protocol):
         classifier."""
         ...
 
-    def use_caches(self, caches: Sequence[Array]) -> None:
+    def use_caches(self, caches: Sequence[LayerCache]) -> None:
         """Use these caches, one per layer, until the next call. An empty sequence releases them."""
         ...
 

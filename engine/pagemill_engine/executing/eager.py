@@ -18,7 +18,7 @@ from pagemill_engine.decoders.step_model import CachedTokens, StepModel, StepTok
 from pagemill_engine.executing.base import Runner, RunnerInfo
 from pagemill_engine.executing.drafter import Drafter
 from pagemill_engine.executing.errors import StepSkippedError
-from pagemill_engine.executing.inputs import RequestRows, StepInputs
+from pagemill_engine.executing.inputs import RequestRows, StateRows, StepInputs
 from pagemill_engine.executing.kv_cache import KindBlocks, KVCache
 from pagemill_engine.executing.prompt_logprobs import PromptRows, by_request, piece_rows
 from pagemill_engine.executing.results import result_of, result_of_runs
@@ -51,6 +51,9 @@ class EagerRunner:
         self.model = model
         self.kv_cache = kv_cache
         padding_blocks = [own.padding_block for own in kv_cache.of_kinds]
+        self._states = None
+        if kv_cache.cache_kinds[-1].state:
+            self._states = StateRows(max_num_seqs, info.block_size, padding_blocks.pop())
         self._rows = RequestRows(max_num_seqs, info.max_model_len, info.block_size, padding_blocks)
         self._kind_of = kinds_of_windows(kv_cache.cache_kinds, model.spec.decoder.windows())
         self._sampling = SamplingRows(max_num_seqs, info.vocab_size)
@@ -101,10 +104,16 @@ class EagerRunner:
             row = self._rows.admit(admitted)
             if self._drafter is not None and is_new:
                 self._drafter.begin(row, admitted.num_computed_tokens)
+            if self._states is not None:
+                self._states.admit(row, admitted)
             self._sampling.admit(row, admitted)
             if self._adapters is not None:
                 self._adapters.admit(row, admitted.adapter_digest)
         self._rows.update_blocks(plan)
+        if self._states is not None:
+            for changes in plan.tables[len(self._rows.block_tables) :]:
+                for request_id, index, slot in changes.placed:
+                    self._states.change(self._rows.row(request_id), index, slot)
         copied = [
             (own, changes.copies, own.contents([source for source, _ in changes.copies]))
             for own, changes in zip(self.kv_cache.of_kinds, plan.tables, strict=False)
@@ -137,10 +146,11 @@ class EagerRunner:
     def _tokens(self, inputs: StepInputs) -> StepTokens:
         of_kinds = [
             CachedTokens(slots, self._batch(inputs, own, table))
-            for own, slots, table in zip(self.kv_cache.of_kinds, inputs.slots, inputs.block_tables, strict=True)
+            for own, slots, table in zip(self.kv_cache.of_kinds, inputs.slots, inputs.block_tables, strict=False)
         ]
         caches = {window: of_kinds[number] for window, number in self._kind_of.items()}
-        return StepTokens(inputs.token_ids, inputs.positions, caches)
+        states = None if self._states is None else self._states.gather(inputs, self._rows.num_computed_tokens)
+        return StepTokens(inputs.token_ids, inputs.positions, caches, states=states)
 
     def _batch(self, inputs: StepInputs, own: KindBlocks, block_table: NDArray[np.int32]) -> AttentionBatch:
         return AttentionBatch(
@@ -185,9 +195,9 @@ class EagerRunner:
         return result
 
     def _scrub(self, failed: Iterable[str]) -> None:
-        """Overwrite what requests that failed have in the cache: kernels multiply it by zero."""
+        """Overwrite the keys and values of requests that failed: kernels multiply them by zero."""
         for name in failed:
-            for own, block_ids in zip(self.kv_cache.of_kinds, self._rows.blocks(self._rows.row(name)), strict=True):
+            for own, block_ids in zip(self.kv_cache.of_kinds, self._rows.blocks(self._rows.row(name)), strict=False):
                 own.scrub(block_ids)
 
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from pagemill_engine.sampling.runs import ranges
 from pagemill_engine.scheduler.step import AdmittedSequence, StepPlan
+from pagemill_kernels.recurrent.batch import StateBatch
 
 
 class StepInputs(NamedTuple):
@@ -100,10 +100,11 @@ class RequestRows:
         self.num_tokens[row] = num_tokens
         self.num_prompt_tokens[row] = admitted.num_prompt_tokens
         self.num_computed_tokens[row] = admitted.num_computed_tokens
-        for kind, (first, block_ids) in enumerate(map(msgspec.structs.astuple, admitted.tables)):
-            end = self.num_blocks[kind][row] = first + len(block_ids)
-            self.block_tables[kind][row, :first] = self._padding_blocks[kind]
-            self.block_tables[kind][row, first:end] = block_ids
+        of_kinds = zip(self.block_tables, self.num_blocks, self._padding_blocks, admitted.tables, strict=False)
+        for table, counts, padding, held in of_kinds:  # a kind of states comes last and is `StateRows`'
+            end = counts[row] = held.first + len(held.block_ids)
+            table[row, : held.first] = padding
+            table[row, held.first : end] = held.block_ids
         return row
 
     def update_blocks(self, plan: StepPlan) -> None:
@@ -186,6 +187,54 @@ class RequestRows:
             self.num_tokens[rows] += num_accepted
         self.token_ids[rows, self.num_tokens[rows]] = last_tokens
         self.num_tokens[rows] += 1
+
+
+class StateRows:
+    """The state of recurrent layers that each row has, and where its next step writes new ones. It follows plans as
+    docs/reference/how-a-step-is-described.md says; states and logs are in the cache (`kv_cache`)."""
+
+    def __init__(self, max_rows: int, block_size: int, zero_slot: int) -> None:
+        """Create rows without a state. `zero_slot`: of the state of no token."""
+        self._block_size, self._zero_slot = block_size, zero_slot
+        self._boundaries = np.zeros(max_rows, dtype=np.int64)
+        """Blocks behind which each row has its state."""
+        self._slots = np.full(max_rows, zero_slot, dtype=np.int64)
+        self._writes: dict[int, list[tuple[int, int]]] = {}
+        """By row, the states that its next step writes: blocks behind which they are, and slots."""
+
+    def admit(self, row: int, admitted: AdmittedSequence) -> None:
+        first, block_ids = admitted.tables[-1].first, admitted.tables[-1].block_ids
+        boundary = admitted.num_computed_tokens // self._block_size
+        self._boundaries[row] = boundary
+        self._slots[row] = block_ids[boundary - 1 - first] if boundary else self._zero_slot
+        behind = enumerate(block_ids, first + 1)
+        self._writes[row] = [(number, slot) for number, slot in behind if number > boundary and slot >= 0]
+
+    def change(self, row: int, index: int, slot: int) -> None:
+        """Note a state that the row's next step writes, or where the one that it has was moved."""
+        if index >= self._boundaries[row]:
+            self._writes[row].append((index + 1, slot))
+        elif index == self._boundaries[row] - 1:
+            self._slots[row] = slot
+
+    def gather(self, inputs: StepInputs, num_computed: NDArray[np.int64]) -> StateBatch:
+        """Return what a step reads and writes, and count it as written."""
+        rows, boundaries = inputs.rows, self._boundaries[inputs.rows]
+        sources = self._slots[rows]
+        writes: list[tuple[int, int, int]] = []
+        for request, row in enumerate(rows.tolist()):
+            if own := self._writes[row]:
+                writes += [(request, number - int(boundaries[request]), slot) for number, slot in own]
+                self._boundaries[row], self._slots[row] = own[-1]
+                self._writes[row] = []
+        return StateBatch(
+            rows,
+            inputs.query_start_loc,
+            sources,
+            num_computed[rows] - boundaries * self._block_size,
+            np.array(writes, dtype=np.int64).reshape(-1, 3),
+            self._block_size,
+        )
 
 
 def _sampling(request_ids: list[str], samples: set[str]) -> NDArray[np.int64]:

@@ -12,8 +12,9 @@ from contextlib import suppress
 from itertools import accumulate
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
+from pagemill_engine.decoders.step_model import LayerCache, StateArrays
 from pagemill_engine.kv.split import end_of_ids
 from pagemill_engine.sizing.kv_sizes import too_large
 from pagemill_engine.sizing.memory import memory_limit
@@ -21,6 +22,7 @@ from pagemill_kernels import arrays
 from pagemill_kernels.arrays import Array
 from pagemill_kernels.kv_store import kinds
 from pagemill_kernels.kv_store.kinds import KVType
+from pagemill_models.declaration.caches import StateSpec
 from pagemill_models.spec.model_spec import ModelSpec
 from pagemill_protocol.report.cache_kinds import FULL, CacheKind
 
@@ -33,8 +35,8 @@ class KindBlocks:
     block, which is read and stays zero.
     """
 
-    def __init__(self, pool: Array, shapes: Sequence[tuple[int, int, int]], kind: KVType) -> None:
-        """`pool`: [blocks, values of a block]. `shapes`: of a block in each layer."""
+    def __init__(self, pool: Array, shapes: Sequence[tuple[int, ...]], kind: KVType) -> None:
+        """`pool`: [blocks, values of a block]. `shapes`: of a block in each layer; `kind`: type of its values."""
         self._pool, self._kind = pool, kind
         self.padding_block = len(pool) - 1
         ends = list(accumulate(map(math.prod, shapes), initial=0))
@@ -82,9 +84,10 @@ class KVCache:
         cache_kinds: Sequence[CacheKind] = (FULL,),
         *,
         shares_memory: bool = False,
+        max_rows: int = 0,
     ) -> None:
         """Allocate the blocks of each of `cache_kinds`. `shares_memory`: whether memory may move between the first and
-        the last of them; each then has blocks for all of it."""
+        the last of them; each then has blocks for all of it. `max_rows`: rows with a log of recurrent layers."""
         self.cache_kinds = cache_kinds
         self._counts = [num_blocks] if isinstance(num_blocks, int) else list(num_blocks)
         shapes = spec.cache_shapes
@@ -93,29 +96,44 @@ class KVCache:
         self._shares_memory = shares_memory and len(cache_kinds) > 1
         self._block_size = block_size
         self._kind = kind
-        self._shapes = [(heads, block_size, kinds.token_width(kind, size)) for heads, size in shapes]
+        has_states = cache_kinds[-1].state
+        self._states = {
+            layer: each for layer, each in (spec.decoder.caches() if has_states else ()) if isinstance(each, StateSpec)
+        }
+        self._max_rows = max_rows
+        self._types: list[KVType] = ["float32" if each.state else kind for each in cache_kinds]
+        self._shapes: list[tuple[int, ...]] = [
+            (heads, block_size, kinds.token_width(kind, size)) if heads else () for heads, size in shapes
+        ]
         self.num_bytes = sum(
             count * block_size * heads * kinds.token_bytes(kind, size)
-            for count, layers in zip(self._counts, self._layers_of, strict=True)
+            for count, layers, each in zip(self._counts, self._layers_of, cache_kinds, strict=True)
+            if not each.state
             for heads, size in map(shapes.__getitem__, layers)
         )
+        if has_states:
+            self.num_bytes += self._counts[-1] * cache_kinds[-1].block_bytes + max_rows * cache_kinds[-1].row_bytes
         self.of_kinds: list[KindBlocks] = []
-        self.layers: list[Array] = []
+        self.layers: list[LayerCache] = []
         self.allocate()
 
     def allocate(self) -> None:
         """Allocate all blocks, filled with zeros. Raises `LoadError` if the memory is too small."""
         if self.num_bytes > memory_limit():
             raise too_large(max(self._counts), self._block_size, self.num_bytes)
-        shapes = [[self._shapes[layer] for layer in layers] for layers in self._layers_of]
-        widths = [sum(map(math.prod, own)) for own in shapes]
+        shapes = [
+            [(self._states[layer].num_values,) if each.state else self._shapes[layer] for layer in layers]
+            for layers, each in zip(self._layers_of, self.cache_kinds, strict=True)
+        ]
+        dtypes = [np.dtype(kinds.NUMPY_TYPES[each]) for each in self._types]
+        widths = [sum(map(math.prod, own)) * dtype.itemsize for own, dtype in zip(shapes, dtypes, strict=True)]
         try:
-            pools = [
-                _lazy_zeros((count + 1, width), self._dtype) for count, width in zip(self._counts, widths, strict=True)
-            ]
+            pools = [_lazy_zeros((count + 1, width)) for count, width in zip(self._counts, widths, strict=True)]
             if self._shares_memory:
                 pools[0], pools[-1] = self._shared(widths[0], widths[-1])
-            self.of_kinds = [KindBlocks(pool, own, self._kind) for pool, own in zip(pools, shapes, strict=True)]
+            pools = [pool.view(dtype) for pool, dtype in zip(pools, dtypes, strict=True)]
+            self.of_kinds = [KindBlocks(*each) for each in zip(pools, shapes, self._types, strict=True)]
+            logs = {layer: self._logs_of(each) for layer, each in self._states.items()}
         except MemoryError as error:
             raise too_large(max(self._counts), self._block_size, self.num_bytes) from error
         found = {
@@ -123,25 +141,38 @@ class KVCache:
             for layers, own in zip(self._layers_of, self.of_kinds, strict=True)
             for layer, blocks in zip(layers, own.layers, strict=True)
         }
-        self.layers = [found[layer] for layer in range(len(self._shapes))]
+        arrays = {layer: _state_arrays(each, found[layer], logs[layer]) for layer, each in self._states.items()}
+        self.layers = [arrays[layer] if layer in arrays else found[layer] for layer in range(len(self._shapes))]
+
+    def _logs_of(self, spec: StateSpec) -> tuple[Array, Array]:
+        """Return the logs of all rows of a recurrent layer, and the last inputs of its convolution."""
+        shapes = (self._block_size, spec.inputs_per_token), (spec.width - 1, spec.channels)
+        values = [_lazy_zeros((self._max_rows * math.prod(shape) * 4,)).view(np.float32) for shape in shapes]
+        log, inputs = (each.reshape(self._max_rows, *shape) for each, shape in zip(values, shapes, strict=True))
+        return log, inputs
 
     def _shared(self, low: int, high: int) -> tuple[Array, Array]:
-        """Return the blocks of the first and the last kind, of `low` and `high` values, in one arena (`kv.split`).
+        """Return the blocks of the first and the last kind, of `low` and `high` bytes, in one arena (`kv.split`).
         Their padding blocks are behind it."""
         size = self._counts[0] * low + self._counts[-1] * high
         end = end_of_ids(self.cache_kinds, self._counts)
         padding = -(-(size + high) // low)
-        arena = _lazy_zeros(((padding + 1) * low,), self._dtype)
+        arena = _lazy_zeros(((padding + 1) * low,))
         start = size - end * high
         return arena.reshape(-1, low), arena[start : size + high].reshape(end + 1, high)
-
-    @property
-    def _dtype(self) -> str:
-        return kinds.NUMPY_TYPES[self._kind]
 
     def release(self) -> None:
         """Return all of its memory to the machine."""
         self.of_kinds, self.layers = [], []
+
+
+def _state_arrays(spec: StateSpec, blocks: Array, logs: tuple[Array, Array]) -> StateArrays:
+    """Return the blocks of a recurrent layer, [slots, values], and its logs as the arrays of a `StateArrays`."""
+    states, windows = np.split(blocks, [blocks.shape[1] - spec.num_window_values], axis=1)
+    shape = spec.parts[0] if spec.parts else (0,)
+    return StateArrays(
+        states.reshape(len(blocks), *shape), windows.reshape(len(blocks), spec.width - 1, spec.channels), *logs
+    )
 
 
 def _finite(blocks: Array, kind: KVType) -> Array:
@@ -163,11 +194,11 @@ def _only_finite(values: Array) -> Array:
     return values
 
 
-def _lazy_zeros(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
-    """Return zeros that take memory only once they are written, and whose memory is freed with the array."""
-    num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+def _lazy_zeros(shape: tuple[int, ...]) -> Array:
+    """Return bytes of zeros that take memory only once they are written, and whose memory is freed with the array."""
+    num_bytes = math.prod(shape)
     if not num_bytes:  # no block is kept, and mmap refuses an empty map
-        return np.zeros(shape, dtype=dtype)
+        return np.zeros(shape, dtype=np.uint8)
     try:
         pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
@@ -175,4 +206,4 @@ def _lazy_zeros(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
     with suppress(OSError, AttributeError):
         # A hint, as numpy gives for large arrays: not every kernel supports it.
         pages.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(pages, dtype=np.uint8).view(dtype).reshape(shape)
+    return np.frombuffer(pages, dtype=np.uint8).reshape(shape)

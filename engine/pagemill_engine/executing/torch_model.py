@@ -8,17 +8,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pagemill_engine.decoders.on_torch.context import ForwardContext, RowsContext
+from pagemill_engine.decoders.on_torch.context import ForwardContext, RowsContext, StateTensors
 from pagemill_engine.decoders.on_torch.decoder import Decoder, Model
 from pagemill_engine.decoders.on_torch.device_rotations import DeviceRotations
 from pagemill_engine.decoders.on_torch.filling import load_weights, weight_bytes
 from pagemill_engine.decoders.rope import decoder_tables
-from pagemill_engine.decoders.step_model import StepTokens
+from pagemill_engine.decoders.step_model import LayerCache, StateArrays, StepTokens
 from pagemill_engine.sizing.compute import Compute
 from pagemill_engine.weights.source import WeightSource
 from pagemill_kernels.adapters.rows import AdapterRows
 from pagemill_kernels.arrays import Array
 from pagemill_kernels.ranks.group import RankGroup
+from pagemill_kernels.recurrent.plan import plan_states
 from pagemill_kernels.registry import Ops
 from pagemill_kernels.torch_arrays import TORCH_TYPES, from_torch, to_torch
 from pagemill_models.spec.model_spec import ModelSpec
@@ -96,7 +97,7 @@ class TorchModel:
         self._rotations = rotations
         self._group = None if group is None else HostTensorGroup(group)
         self._windows = model.spec.decoder.windows()
-        self._caches: list[Tensor] = []
+        self._caches: list[Tensor | StateTensors] = []
 
     @property
     def num_bytes(self) -> int:
@@ -106,8 +107,11 @@ class TorchModel:
     def classifier(self) -> Callable[[Array], Array] | None:
         return classifier_of(self.model)
 
-    def use_caches(self, caches: Sequence[Array]) -> None:
-        self._caches = [to_torch(cache) for cache in caches]
+    def use_caches(self, caches: Sequence[LayerCache]) -> None:
+        self._caches = [
+            StateTensors(*map(to_torch, cache)) if isinstance(cache, StateArrays) else to_torch(cache)
+            for cache in caches
+        ]
 
     def hidden(self, step: StepTokens, adapters: AdapterRows | None = None) -> Array:
         with torch.inference_mode():
@@ -131,4 +135,5 @@ class TorchModel:
             adapters=adapters,
             group=self._group,
             hidden=None if step.hidden is None else to_torch(step.hidden),
+            states=None if step.states is None else plan_states(step.states),
         )

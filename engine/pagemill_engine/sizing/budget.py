@@ -185,6 +185,7 @@ def activation_bytes(
             of_chunks = num_tokens * context_tokens * max(each.num_heads // each.num_kv_heads for each in attentions)
             of_decodes = gathered_tokens * max(each.num_heads for each in attentions)
             forward += SCORE_FLOATS * 4 * max(of_chunks, of_decodes)
+    forward += _state_bytes(num_tokens, num_rows, config.block_size, spec)
     if spec.pooling is not None:
         return forward
     if not samples:
@@ -192,6 +193,19 @@ def activation_bytes(
     sampling = num_rows * (spec.vocab_size * SAMPLER_FLOATS * 4 + spec.hidden_size * sizes.item_bytes)
     rows = config.step.max_num_seqs * (spec.vocab_size * COUNT_BYTES + context_tokens * 4)
     return max(forward, sampling) + rows
+
+
+def _state_bytes(num_tokens: int, num_rows: int, block_size: int, spec: ModelSpec) -> int:
+    """Return what the largest recurrent layer of a step takes: copies of the rows' states, and for each group of a
+    block the triangular system with its sides and their products."""
+    num_places = num_tokens + num_rows * block_size
+    sizes = (
+        3 * num_rows * each.cache.num_values
+        + num_places
+        * (8 * (each.channels + each.num_value_heads * each.value_dim) + 4 * block_size * each.num_value_heads)
+        for each in spec.decoder.recurrent()
+    )
+    return 4 * max(sizes, default=0)
 
 
 def _default_kv_bytes(config: EngineConfig, spec: ModelSpec, sizes: Sizes, state: MemoryState) -> int:

@@ -109,6 +109,7 @@ def choose_compute(config: EngineConfig, spec: ModelSpec) -> Compute:
 
     Raises `LoadError` if settings ask for what the device, its kernels or this model's shape cannot do.
     """
+    check_recurrent(config, spec)
     if spec.pooling is not None:
         return _pooled(config, spec)
     if not spec.decoder.by_transformers:
@@ -139,6 +140,32 @@ def check_pooled(config: EngineConfig, spec: ModelSpec) -> None:
         )
     for unused in unused_settings(config, spec):
         raise LoadError("SettingsUnsupported", unused.message)
+
+
+def check_recurrent(config: EngineConfig, spec: ModelSpec) -> None:
+    """Raise `LoadError` for what models with recurrent layers do not support."""
+    if not any(spec.decoder.recurrent()):
+        return
+    if spec.pooling is not None:
+        raise LoadError(
+            "SettingsUnsupported",
+            f"`{spec.architecture}` keeps recurrent states, with which prompts are not pooled yet. Use a model of "
+            "another family for embeddings and scores.",
+        )
+    for field, value, wanted in (
+        ("device", config.device, "cpu"),
+        ("deterministic", config.deterministic, False),
+        ("enable_lora", config.enable_lora, False),
+        ("tensor_parallel_size", config.tensor_parallel_size, 1),
+        ("pipeline_parallel_size", config.pipeline_parallel_size, 1),
+        ("speculative.method", config.speculative.method, "off"),
+    ):
+        if value not in (wanted, "auto") or (field == "device" and value == "auto" and _has_gpu()):
+            raise LoadError(
+                "SettingsUnsupported",
+                f"`{field}` {str(value).lower()} is not supported for `{spec.architecture}`, which keeps recurrent "
+                f"states. Set {field} to {str(wanted).lower()}.",
+            )
 
 
 def check_by_transformers(config: EngineConfig, spec: ModelSpec) -> None:

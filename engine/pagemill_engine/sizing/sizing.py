@@ -19,6 +19,7 @@ from pagemill_engine.sizing.compute import (
     check_by_transformers,
     check_gpu_features,
     check_pooled,
+    check_recurrent,
     choose_compute,
 )
 from pagemill_engine.sizing.draft import DraftModel, find_draft, scratch_blocks
@@ -95,6 +96,7 @@ def sizes_on_gpu(config: EngineConfig, path: Path, spec: ModelSpec) -> Sizes:
     on_device = msgspec.structs.replace(config, device="cuda")
     if spec.pooling is not None:
         check_pooled(on_device, spec)
+    check_recurrent(on_device, spec)
     if spec.decoder.by_transformers:
         check_by_transformers(on_device, spec)
     check_gpu_features(config, spec)

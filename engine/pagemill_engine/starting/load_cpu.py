@@ -65,7 +65,11 @@ def _runner(files: ModelFiles, prepared: PreparedModel) -> Runner:
     info = runner_info(prepared, spec, max_model_len, model.num_bytes, "cpu").with_cache(cache)
     info = info._replace(shares_memory=shares_memory)
     kv_type = compute.kv_dtype
-    kv_cache = KVCache(spec, cache.counts, config.block_size, kv_type, cache.kinds, shares_memory=shares_memory)
+    max_rows = config.step.max_num_seqs
+    kv_cache = KVCache(
+        spec, cache.counts, config.block_size, kv_type, cache.kinds, shares_memory=shares_memory, max_rows=max_rows
+    )
+    info = info._replace(takes_back=not any(spec.decoder.recurrent()))
     if spec.pooling is None:
         adapters = None
         if config.enable_lora:

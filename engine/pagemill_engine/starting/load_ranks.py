@@ -16,7 +16,7 @@ import numpy as np
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.decoders.native.decoder import NativeDecoder
 from pagemill_engine.decoders.rope import Rotations, decoder_tables
-from pagemill_engine.decoders.step_model import StepModel, StepTokens
+from pagemill_engine.decoders.step_model import LayerCache, StepModel, StepTokens
 from pagemill_engine.executing.base import Runner, RunnerInfo
 from pagemill_engine.executing.eager import EagerRunner, ThreadedRunner
 from pagemill_engine.executing.kv_cache import KVCache
@@ -185,7 +185,7 @@ class StagedModel:
     def classifier(self) -> Callable[[Array], Array] | None:
         return self._model.classifier
 
-    def use_caches(self, caches: Sequence[Array]) -> None:
+    def use_caches(self, caches: Sequence[LayerCache]) -> None:
         self._model.use_caches(caches)
 
     def hidden(self, step: StepTokens, adapters: Any = None) -> Array:

@@ -66,7 +66,7 @@ def attend(
         step.seen.append(AttentionCall(layer, num_heads, key.shape[1], head_dim, asked))
         return query.transpose(1, 2), None
     heads = torch.cat([each[0].transpose(0, 1) for each in (query, key, value)], dim=1)
-    cache = step.context.kv_caches[layer]
+    cache = step.context.vectors(layer)
     step.ops.store(heads, num_heads, cache, step.context.kv_slots[None])
     scale = head_dim**-0.5 if scaling is None else scaling
     plan = step.context.attention_plans[None]

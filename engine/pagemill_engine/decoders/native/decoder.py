@@ -14,7 +14,7 @@ from pagemill_engine.decoders.fitting import check_tensors
 from pagemill_engine.decoders.native.layers import layer_bytes, layer_parts
 from pagemill_engine.decoders.native.parts import Ids, Parts, Rows, norm_bytes, normalized
 from pagemill_engine.decoders.rope import Rotations
-from pagemill_engine.decoders.step_model import StepTokens
+from pagemill_engine.decoders.step_model import LayerCache, StepTokens
 from pagemill_engine.decoders.tensors import TensorSource, read_tensor
 from pagemill_kernels.activation import native as activation
 from pagemill_kernels.adapters.native import NativeAdapterRows
@@ -84,8 +84,9 @@ class NativeDecoder:
         held += 0 if self.head is None else self.head.num_bytes
         return held + (0 if self.classifier is None else self.classifier.num_bytes)
 
-    def use_caches(self, caches: Sequence[Array]) -> None:
-        self._caches = CacheAddresses.of(caches) if caches else None
+    def use_caches(self, caches: Sequence[LayerCache]) -> None:
+        vectors = [cache for cache in caches if isinstance(cache, np.ndarray)]
+        self._caches = CacheAddresses.of(vectors) if caches else None
 
     def hidden(self, step: StepTokens, adapters: NativeAdapterRows | None = None) -> Array:
         """Return normalised hidden states, float32 [tokens, hidden]. `adapters`: of the step's tokens."""

@@ -1,4 +1,4 @@
-"""The blocks of a layer: attention over the paged cache, and MLPs.
+"""The blocks of a layer: attention over the paged cache, recurrent layers over states, and MLPs.
 
 A block computes up to its last matmul (`inner`); the layer calls `output`, which adds to the residual.
 """
@@ -9,13 +9,16 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from pagemill_engine.decoders.on_torch.context import ForwardContext, ProductContext
+from pagemill_engine.decoders.on_torch.context import ForwardContext, ProductContext, StateTensors
 from pagemill_engine.decoders.on_torch.layers import Layer, Linear, Norm, VectorWeights
 from pagemill_engine.decoders.row_order import norm_order, qkv_order
+from pagemill_kernels.recurrent.reference import DeltaInputs
 from pagemill_kernels.registry import Ops
 from pagemill_kernels.rope.reference import HeadNorms
+from pagemill_models.declaration.caches import DeltaRuleSpec
 from pagemill_models.declaration.declaration import AttentionSpec, MLPSpec, NormSpec
 
 
@@ -46,8 +49,8 @@ class Attention:
     ) -> None:
         """Build the layer.
 
-        `number`: that of its first linear layer. `index`: that of its KV cache. `rotation`: index of its rotary
-        embedding among the model's.
+        `number`: that of its first linear layer. `index`: the layer's, that of its KV cache. `rotation`: index
+        of its rotary embedding among the model's.
         """
         self.spec = spec
         self.dtype = dtype
@@ -59,7 +62,7 @@ class Attention:
         self._index, self._rotation = index, rotation
         self._num_heads, self._head_dim = spec.num_heads, spec.head_dim
         self._extras: dict[str, Any] = {} if spec.soft_cap is None else {"soft_cap": spec.soft_cap}
-        self.sinks = None if spec.sinks is None else VectorWeights(spec.sinks, spec.num_heads, ops)
+        self.sinks = None if spec.sinks is None else VectorWeights(spec.sinks, (spec.num_heads,), ops)
         if spec.alibi_slopes is not None:
             self._extras["alibi_slopes"] = torch.tensor(spec.alibi_slopes, dtype=torch.float32, device=ops.device)
 
@@ -72,13 +75,18 @@ class Attention:
         num_tokens, num_heads = x.shape[0], self._num_heads
         # A matmul may return the type of its weights; from here on the model's own type is used.
         heads = self.qkv(x, context).to(self.dtype).view(num_tokens, -1, self._head_dim)
+        gates = heads[:, -num_heads:]
+        if self.spec.gated:
+            heads = heads[:, :-num_heads].contiguous()
         query = heads[:, :num_heads]
-        cache = context.kv_caches[self._index]
+        cache = context.vectors(self._index)
         # The whole step's keys and values are stored first, so that a prefix hit within the step reads them.
         self._store(heads, cache, context)
         plan = context.attention_plans[self.spec.window]
         extras = self._extras if self.sinks is None else self._extras | {"sinks": self.sinks.values}
         attended = self.ops.paged_attention(query, cache, plan, self.spec.scale, **extras)
+        if self.spec.gated:
+            attended = attended * gates.sigmoid()
         return attended.view(num_tokens, -1)
 
     def _store(self, heads: Tensor, cache: Tensor, context: ForwardContext) -> None:
@@ -108,6 +116,46 @@ class Attention:
             for norm in (query, key)
         )
         return HeadNorms(query.weight, key.weight, query.eps) if alike else None
+
+
+class DeltaRule:
+    """The gated delta rule: products, a short convolution, the rule over the rows' states, a gated norm."""
+
+    def __init__(self, spec: DeltaRuleSpec, ops: Ops, dtype: torch.dtype, number: int, layer: int) -> None:
+        """Build the block. `number`: that of its first linear layer. `layer`: the layer's, that of its states."""
+        self.spec, self.dtype = spec, dtype
+        self._ops, self._layer = ops, layer
+        heads = (spec.num_value_heads,)
+        self.inputs = Linear(spec.inputs, ops, dtype, number)
+        self.rates = Linear(spec.rates, ops, dtype, number + 1)
+        self.output = Linear(spec.output, ops, dtype, number + 2)
+        self.kernel = VectorWeights(f"{spec.name}.conv1d.weight", (spec.channels, 1, spec.width), ops)
+        self.decay = VectorWeights(f"{spec.name}.A_log", heads, ops)
+        self.bias = VectorWeights(f"{spec.name}.dt_bias", heads, ops)
+        self.norm = Norm(spec.norm, ops, dtype)
+
+    def layers(self) -> Iterator[Layer]:
+        yield from (self.inputs, self.rates, self.output, self.kernel, self.decay, self.bias, self.norm)
+
+    def inner(self, x: Tensor, context: ForwardContext) -> Tensor:
+        spec, plan, cache = self.spec, context.states, context.kv_caches[self._layer]
+        assert plan is not None
+        assert isinstance(cache, StateTensors)
+        keys, values = spec.num_key_heads * spec.key_dim, spec.num_value_heads * spec.value_dim
+        mixed, gate = torch.split(self.inputs(x, context), [spec.channels, values], -1)
+        rate, step = self.rates(x, context).float().chunk(2, -1)
+        mixed = self._ops.causal_convolution(mixed, self.kernel.values[:, 0], cache.windows, cache.inputs, plan)
+        query, key, value = torch.split(mixed, [keys, keys, values], -1)
+        inputs = DeltaInputs(
+            query.reshape(len(x), -1, spec.key_dim),
+            key.reshape(len(x), -1, spec.key_dim),
+            value.reshape(len(x), -1, spec.value_dim),
+            -self.decay.values.exp() * F.softplus(step + self.bias.values),
+            rate.sigmoid(),
+        )
+        out = self._ops.delta_rule(inputs, cache.states, cache.log, plan)
+        out = self.norm(out.to(self.dtype).view(-1, spec.value_dim)).float()
+        return (out * F.silu(gate.float().reshape(out.shape))).to(self.dtype).view(len(x), -1)
 
 
 class MLP:

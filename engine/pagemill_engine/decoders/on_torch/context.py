@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from pagemill_kernels.adapters.rows import AdapterRows
 from pagemill_kernels.ranks.group import RankGroup
+from pagemill_kernels.recurrent.plan import StatePlan
 
 
 class ProductContext(Protocol):
@@ -36,13 +38,22 @@ class RowsContext:
 ALONE = RowsContext()
 
 
+class StateTensors(NamedTuple):
+    """What a recurrent layer keeps, float32, as in `step_model.StateArrays`."""
+
+    states: Tensor
+    windows: Tensor
+    log: Tensor
+    inputs: Tensor
+
+
 @dataclass(slots=True, frozen=True)
 class ForwardContext:
     positions: Tensor
     """int64 [tokens]: position of each token in its request."""
     rotations: list[tuple[Tensor, Tensor]]
     """cos and sin of the positions, each [tokens, 1, head_dim / 2], for each rotary embedding of the model."""
-    kv_caches: list[Tensor]
+    kv_caches: Sequence[Tensor | StateTensors]
     """One per layer; the layout is in `pagemill_kernels.kv_store`."""
     kv_slots: dict[int | None, Tensor]
     """int64 [tokens]: the slots of this step's keys and values, for each distinct window of the model."""
@@ -56,3 +67,11 @@ class ForwardContext:
     """The adapters of the step's tokens."""
     group: RankGroup[Tensor] | None = None
     """The ranks that compute this model together."""
+    states: StatePlan | None = None
+    """The step's rows for recurrent layers; None: the model has none."""
+
+    def vectors(self, layer: int) -> Tensor:
+        """Return the cache of a layer's keys and values."""
+        cache = self.kv_caches[layer]
+        assert isinstance(cache, Tensor)
+        return cache

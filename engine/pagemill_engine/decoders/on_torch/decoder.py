@@ -7,19 +7,19 @@ with a norm.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import count
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from pagemill_engine.decoders.on_torch.blocks import MLP, Attention, LayerBlock
+from pagemill_engine.decoders.on_torch.blocks import MLP, Attention, DeltaRule, LayerBlock
 from pagemill_engine.decoders.on_torch.context import ALONE, ForwardContext, ProductContext
 from pagemill_engine.decoders.on_torch.encoder_attention import EncoderAttention
 from pagemill_engine.decoders.on_torch.experts import MoE
 from pagemill_engine.decoders.on_torch.latent_attention import LatentAttention
 from pagemill_engine.decoders.on_torch.layers import Embedding, HasWeights, Layer, Linear, Norm, Table
 from pagemill_kernels.registry import Ops
+from pagemill_models.declaration.caches import DeltaRuleSpec
 from pagemill_models.declaration.declaration import (
     BlockSpec,
     BranchSpec,
@@ -47,22 +47,23 @@ class _Builder:
     def __init__(self, spec: DecoderSpec, ops: Ops, dtype: torch.dtype) -> None:
         self._ops, self._dtype = ops, dtype
         self._rotations = spec.rotations()
-        self._caches = count()
         self._numbers = {(use.role == "embedding", use.spec.parts[0].name): use.number for use in linears(spec)}
 
-    def block(self, spec: BlockSpec) -> LayerBlock:
+    def block(self, spec: BlockSpec, layer: int) -> LayerBlock:
         number = self._number(next(iter(spec.linears())))
         if isinstance(spec, MoESpec):
             return MoE(spec, self._ops, self._dtype, number)
         if isinstance(spec, MLPSpec):
             return MLP(spec, self._ops, self._dtype, number)
+        if isinstance(spec, DeltaRuleSpec):
+            return DeltaRule(spec, self._ops, self._dtype, number, layer)
         rotation = None if spec.rope is None else self._rotations.index((spec.rope, spec.rotary_table_dim))
         if isinstance(spec, LatentAttentionSpec):
             assert rotation is not None
-            return LatentAttention(spec, self._ops, self._dtype, number, next(self._caches), rotation)
+            return LatentAttention(spec, self._ops, self._dtype, number, layer, rotation)
         if not spec.causal:
             return EncoderAttention(spec, self._ops, self._dtype, number, rotation)
-        return Attention(spec, self._ops, self._dtype, number, next(self._caches), rotation)
+        return Attention(spec, self._ops, self._dtype, number, layer, rotation)
 
     def norm(self, spec: NormSpec | None) -> Norm | None:
         return None if spec is None else Norm(spec, self._ops, self._dtype)
@@ -90,9 +91,9 @@ class _Builder:
 
 
 class Branch:
-    def __init__(self, spec: BranchSpec, builder: _Builder, shared: int | None) -> None:
+    def __init__(self, spec: BranchSpec, builder: _Builder, layer: int, shared: int | None) -> None:
         """Build the branch. `shared`: index of the earlier branch whose normalised input it shares."""
-        self.block = builder.block(spec.block)
+        self.block = builder.block(spec.block, layer)
         self.shared = shared
         self.norm = None if shared is not None else builder.norm(spec.norm)
         self.output_norm = builder.norm(spec.output_norm)
@@ -123,8 +124,9 @@ class Branch:
 
 
 class Residual:
-    def __init__(self, spec: ResidualSpec, builder: _Builder) -> None:
-        self.branches = [Branch(branch, builder, _same_norm_index(spec, i)) for i, branch in enumerate(spec.branches)]
+    def __init__(self, spec: ResidualSpec, builder: _Builder, layer: int) -> None:
+        shared = (_same_norm_index(spec, index) for index in range(len(spec.branches)))
+        self.branches = [Branch(each, builder, layer, own) for each, own in zip(spec.branches, shared, strict=True)]
         self.norm = builder.norm(spec.norm)
 
     def layers(self) -> Iterator[Layer]:
@@ -161,9 +163,9 @@ class Residual:
 
 
 class DecoderLayer:
-    def __init__(self, spec: LayerSpec, builder: _Builder) -> None:
+    def __init__(self, spec: LayerSpec, builder: _Builder, number: int) -> None:
         self.spec = spec
-        self.residuals = [Residual(residual, builder) for residual in spec.residuals]
+        self.residuals = [Residual(residual, builder, number) for residual in spec.residuals]
 
     def layers(self) -> Iterator[Layer]:
         for residual in self.residuals:
@@ -219,7 +221,7 @@ class Decoder:
         self.positions = None if around is None else builder.table(around.positions, size)
         self.token_types = None if around is None else builder.table(around.token_types, size)
         self.embedding_norm = None if around is None else builder.norm(around.norm)
-        self.layers = [DecoderLayer(layer, builder) for layer in declared.layers]
+        self.layers = [DecoderLayer(layer, builder, number) for number, layer in enumerate(declared.layers)]
         self.norm = builder.norm(declared.norm)
         self.head_projection = None if head is None else builder.linear(head.projection)
         self.lm_head = builder.linear(declared.head_linear())

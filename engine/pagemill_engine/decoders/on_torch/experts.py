@@ -88,7 +88,7 @@ class MoE:
         self._ops, self._dtype = ops, dtype
         gating = spec.gating
         bias = None if gating is None else gating.bias
-        self.choice_bias = None if bias is None else VectorWeights(bias, len(spec.experts), ops)
+        self.choice_bias = None if bias is None else VectorWeights(bias, (len(spec.experts),), ops)
         self.gating = None if gating is None else Gating(
             gating.scores, gating.num_groups, gating.top_groups, gating.best_of_group, gating.scale
         )  # fmt: skip

@@ -74,8 +74,8 @@ class LatentAttention:
     ) -> None:
         """Build the layer.
 
-        `number`: that of its first linear layer. `index`: that of its cache. `rotation`: index of its rotary embedding
-        among the model's.
+        `number`: that of its first linear layer. `index`: the layer's, that of its cache. `rotation`: index of
+        its rotary embedding among the model's.
         """
         numbers = count(number)
         self.spec, self.ops, self.dtype = spec, ops, dtype
@@ -99,7 +99,7 @@ class LatentAttention:
         compressed, shared_key = torch.split(down, [spec.latent_size, spec.rope.rotary_dim], -1)
         latents = self.latent_norm(compressed.contiguous()).to(self.dtype)
         ops.rotate(shared_key[:, None], cos, sin)
-        cache = context.kv_caches[self._index]
+        cache = context.vectors(self._index)
         # The whole step's latents are stored first, so that a prefix hit within the step reads them.
         ops.store_latents(torch.cat([latents, shared_key], -1), cache, context.kv_slots[self.spec.window])
         plain, turning = torch.split(self._queries(x, context), [spec.key_dim, spec.rope.rotary_dim], -1)

@@ -145,18 +145,18 @@ class Norm:
 
 
 class VectorWeights:
-    """A stored tensor of `size` values, in float32."""
+    """A stored tensor that is no matrix, in float32."""
 
     values: Tensor
 
-    def __init__(self, name: str, size: int, ops: Ops) -> None:
-        self._name, self._size, self._ops = name, size, ops
+    def __init__(self, name: str, shape: tuple[int, ...], ops: Ops) -> None:
+        self._name, self._shape, self._ops = name, shape, ops
 
     def shapes(self) -> Shapes:
-        return {self._name: (self._size,)}
+        return {self._name: self._shape}
 
     def load(self, source: TensorSource) -> None:
-        values = read_tensor(source, self._name, (self._size,), "float32")
+        values = read_tensor(source, self._name, self._shape, "float32")
         self.values = to_torch(values).to(self._ops.device, copy=True)
 
     def held(self) -> Tensor:

@@ -1,11 +1,14 @@
-"""What one layer keeps of the tokens before, as part of its declaration. How layers become cache kinds is
-`spec.model_spec`'s part."""
+"""What one layer keeps of the tokens before, and the recurrent layers, which keep states. How layers become cache kinds
+is `spec.model_spec`'s part; `declaration` has all other layers."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import msgspec
+
+from pagemill_models.declaration.matrices import LinearSpec, NormSpec, Shapes, merged
 
 
 class VectorsSpec(msgspec.Struct, frozen=True):
@@ -32,7 +35,12 @@ class StateSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_values(self) -> int:
-        return sum(math.prod(shape) for shape in self.parts) + (self.width - 1) * self.channels
+        return sum(math.prod(shape) for shape in self.parts) + self.num_window_values
+
+    @property
+    def num_window_values(self) -> int:
+        """Values of the convolution, which are the last ones of a state."""
+        return (self.width - 1) * self.channels
 
     def num_row_values(self, block_size: int, most_proposed: int) -> int:
         """Return the values that a running sequence keeps of the tokens since its state: those of a block, and those
@@ -43,3 +51,55 @@ class StateSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 LayerCacheSpec = VectorsSpec | StateSpec
 """What a layer keeps of the tokens before."""
+
+
+class DeltaRuleSpec(msgspec.Struct, frozen=True, kw_only=True, tag="delta_rule"):
+    """The gated delta rule (arXiv 2412.06464) over queries, keys and values that a short causal convolution makes.
+
+    Value head h reads key head h // (num_value_heads / num_key_heads). With a key k of length one, a token's state
+    S [key_dim, value_dim] is D + k (b (v - D^T k))^T, where D is the state before times exp(-exp(A_log) softplus(a +
+    dt_bias)) and b is a sigmoid. It gives norm(S^T q / sqrt(key_dim)) * silu(gate), with a query of length one.
+    """
+
+    name: str
+    """Prefix of the stored tensors `conv1d.weight` [channels, 1, width], `A_log` and `dt_bias` [num_value_heads]."""
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    width: int
+    """Tokens that the convolution reads."""
+    inputs: LinearSpec
+    """Rows: all query heads, all key heads, all value heads, which are convolved; then the gates of all value heads."""
+    rates: LinearSpec
+    """Rows: for each value head what b is the sigmoid of; then for each head what is added to dt_bias."""
+    norm: NormSpec
+    """Of each value head."""
+    output: LinearSpec
+
+    @property
+    def channels(self) -> int:
+        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
+
+    @property
+    def cache(self) -> StateSpec:
+        """Of each token since the state: its key, its corrected value and its decay."""
+        heads = self.num_value_heads
+        return StateSpec(
+            parts=((heads, self.key_dim, self.value_dim),),
+            inputs_per_token=self.num_key_heads * self.key_dim + heads * (self.value_dim + 1),
+            channels=self.channels,
+            width=self.width,
+        )
+
+    def linears(self) -> Iterator[LinearSpec]:
+        yield from (self.inputs, self.rates, self.output)
+
+    def shapes(self) -> Shapes:
+        heads = (self.num_value_heads,)
+        own = {"conv1d.weight": (self.channels, 1, self.width), "A_log": heads, "dt_bias": heads}
+        return merged(*self.linears(), self.norm) | {f"{self.name}.{part}": shape for part, shape in own.items()}
+
+
+RecurrentSpec = DeltaRuleSpec
+"""A layer that keeps a state."""

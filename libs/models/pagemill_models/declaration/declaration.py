@@ -8,88 +8,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Literal
 
 import msgspec
 
-from pagemill_models.declaration.caches import LayerCacheSpec, VectorsSpec
+from pagemill_models.declaration.caches import LayerCacheSpec, RecurrentSpec, VectorsSpec
+from pagemill_models.declaration.matrices import Activation as Activation
+from pagemill_models.declaration.matrices import LinearSpec as LinearSpec
+from pagemill_models.declaration.matrices import MatrixSpec as MatrixSpec
+from pagemill_models.declaration.matrices import NormPart as NormPart
+from pagemill_models.declaration.matrices import NormSpec as NormSpec
+from pagemill_models.declaration.matrices import RowGroups as RowGroups
+from pagemill_models.declaration.matrices import Shapes as Shapes
+from pagemill_models.declaration.matrices import merged
 from pagemill_models.declaration.rope_scaling import RopeScaling
 from pagemill_protocol.request.pooling import PoolingMethod
-
-Shapes = dict[str, tuple[int, ...]]
-"""Shapes of tensors by name."""
-
-Activation = Literal["silu", "gelu", "gelu_tanh", "gelu_quick", "relu", "relu2"]
-"""`gelu`: with erf; `gelu_tanh`: its approximation by tanh (`gelu_new`, `gelu_pytorch_tanh`); `gelu_quick`:
-x * sigmoid(1.702 x); `relu2`: the square of ReLU."""
-
-
-class RowGroups(msgspec.Struct, frozen=True):
-    """An order of rows: `count` consecutive groups, each of `sizes[0]` rows, then `sizes[1]` rows, and so on.
-
-    An executor needs all rows of the first size, then all of the second. GPT-NeoX's `query_key_value` has a group for
-    each head, of head_dim queries, keys and values.
-    """
-
-    count: int
-    sizes: tuple[int, ...]
-
-
-class MatrixSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A stored matrix `name`.weight [rows, inputs], with or without `name`.bias [rows]."""
-
-    name: str
-    rows: int
-    bias: bool = False
-    transposed: bool = False
-    """Whether it is stored as [inputs, rows], as GPT-2's Conv1D."""
-    groups: RowGroups | None = None
-    """The stored order of its rows, if it differs from the required order."""
-
-
-class LinearSpec(msgspec.Struct, frozen=True):
-    """y = x W^T + b, where W consists of stacked `parts`."""
-
-    in_features: int
-    parts: tuple[MatrixSpec, ...]
-
-    @property
-    def out_features(self) -> int:
-        return sum(part.rows for part in self.parts)
-
-    def weight_shapes(self) -> Shapes:
-        return {f"{part.name}.weight": (part.rows, self.in_features) for part in self.parts}
-
-    def shapes(self) -> Shapes:
-        biases: Shapes = {f"{part.name}.bias": (part.rows,) for part in self.parts if part.bias}
-        return self.weight_shapes() | biases
-
-
-class NormPart(msgspec.Struct, frozen=True):
-    """A norm whose values are divided among ranks, which add their sums of squares."""
-
-    whole_size: int
-    """Number of values of all ranks."""
-    adds: bool
-    """Whether this rank's values count; of ranks with the same ones only the first adds them."""
-
-
-class NormSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """RMS norm or layer norm over `size` values, with `name`.weight and perhaps `name`.bias."""
-
-    name: str
-    size: int
-    eps: float
-    kind: Literal["rms", "layer"] = "rms"
-    bias: bool = False
-    weight_offset: float = 0.0
-    """Number added to the stored weight: 1 in Gemma."""
-    part: NormPart | None = None
-    """Set if other ranks have further values of the same norm."""
-
-    def shapes(self) -> Shapes:
-        biases: Shapes = {f"{self.name}.bias": (self.size,)} if self.bias else {}
-        return {f"{self.name}.weight": (self.size,)} | biases
 
 
 class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,7 +49,7 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
     num_kv_heads: int
     head_dim: int
     qkv: LinearSpec
-    """Rows: all query heads, all key heads, all value heads."""
+    """Rows: all query heads, the gates of all query heads if it is gated, all key heads, all value heads."""
     output: LinearSpec
     scale: float
     """Factor on the scores."""
@@ -136,6 +69,8 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
     """Slope of each query head (arXiv 2108.12409): the score of a key n tokens back is reduced by slope * n."""
     sinks: str | None = None
     """Name of a stored tensor [num_heads]: scores of keys without values, which take part in the softmax."""
+    gated: bool = False
+    """Whether attended values are multiplied by the sigmoid of a gate, whose rows follow the queries in `qkv`."""
 
     @property
     def cache_heads(self) -> int:
@@ -157,7 +92,7 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
     def shapes(self) -> Shapes:
         norms = [norm for norm in (self.query_norm, self.key_norm) if norm is not None]
         sinks: Shapes = {} if self.sinks is None else {self.sinks: (self.num_heads,)}
-        return _merged(self.qkv, self.output, *norms) | sinks
+        return merged(self.qkv, self.output, *norms) | sinks
 
 
 class LatentAttentionSpec(msgspec.Struct, frozen=True, kw_only=True, tag="latent_attention"):
@@ -211,7 +146,7 @@ class LatentAttentionSpec(msgspec.Struct, frozen=True, kw_only=True, tag="latent
 
     def shapes(self) -> Shapes:
         norms = [norm for norm in (self.query_norm, self.latent_norm) if norm is not None]
-        return _merged(*self.linears(), *norms)
+        return merged(*self.linears(), *norms)
 
 
 class MLPSpec(msgspec.Struct, frozen=True, kw_only=True, tag="mlp"):
@@ -234,7 +169,7 @@ class MLPSpec(msgspec.Struct, frozen=True, kw_only=True, tag="mlp"):
         yield from (self.up, self.down)
 
     def shapes(self) -> Shapes:
-        return _merged(self.up, self.down)
+        return merged(self.up, self.down)
 
 
 class SharedExpertSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -244,7 +179,7 @@ class SharedExpertSpec(msgspec.Struct, frozen=True, kw_only=True):
     gate: LinearSpec | None = None
 
     def shapes(self) -> Shapes:
-        return _merged(self.mlp, *(() if self.gate is None else (self.gate,)))
+        return merged(self.mlp, *(() if self.gate is None else (self.gate,)))
 
 
 class GatingSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -306,12 +241,14 @@ class MoESpec(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
 
     def shapes(self) -> Shapes:
         bias = None if self.gating is None else self.gating.bias
-        return _merged(*self.linears()) | ({} if bias is None else {bias: (len(self.experts),)})
+        return merged(*self.linears()) | ({} if bias is None else {bias: (len(self.experts),)})
 
 
 AnyAttentionSpec = AttentionSpec | LatentAttentionSpec
-BlockSpec = AnyAttentionSpec | MLPSpec | MoESpec
-"""The parts of a layer that compute. Recurrent blocks would be further members."""
+MixerSpec = AnyAttentionSpec | RecurrentSpec
+"""The parts of a layer that read the tokens before."""
+BlockSpec = MixerSpec | MLPSpec | MoESpec
+"""The parts of a layer that compute."""
 
 
 class BranchSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -359,7 +296,7 @@ class LayerSpec(msgspec.Struct, frozen=True):
                 yield residual.norm
 
     def shapes(self) -> Shapes:
-        return _merged(*self.blocks(), *self.norms())
+        return merged(*self.blocks(), *self.norms())
 
 
 class PositionsSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -395,7 +332,7 @@ class EmbeddingSpec(msgspec.Struct, frozen=True, kw_only=True):
         for table in (self.positions, self.token_types):
             if table is not None:
                 shapes[f"{table.name}.weight"] = (table.num_rows, hidden_size)
-        return shapes | _merged(*(each for each in (self.projection, self.norm) if each is not None))
+        return shapes | merged(*(each for each in (self.projection, self.norm) if each is not None))
 
 
 class HeadSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -421,7 +358,7 @@ class DenseSpec(msgspec.Struct, frozen=True, kw_only=True):
     norm: NormSpec | None = None
 
     def shapes(self) -> Shapes:
-        return _merged(self.linear, *(() if self.norm is None else (self.norm,)))
+        return merged(self.linear, *(() if self.norm is None else (self.norm,)))
 
 
 class ClassifierSpec(msgspec.Struct, frozen=True):
@@ -435,7 +372,7 @@ class ClassifierSpec(msgspec.Struct, frozen=True):
         return self.layers[-1].linear.out_features
 
     def shapes(self) -> Shapes:
-        return _merged(*self.layers)
+        return merged(*self.layers)
 
 
 class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -478,14 +415,18 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
         for layer in self.layers:
             yield from (block for block in layer.blocks() if isinstance(block, AnyAttentionSpec))
 
+    def recurrent(self) -> Iterator[RecurrentSpec]:
+        for layer in self.layers:
+            yield from (block for block in layer.blocks() if isinstance(block, RecurrentSpec))
+
     def caches(self) -> Iterator[tuple[int, LayerCacheSpec]]:
         """Yield what each layer caches, with the layer's number."""
         for number, layer in enumerate(self.layers):
-            yield from ((number, block.cache) for block in layer.blocks() if isinstance(block, AnyAttentionSpec))
+            yield from ((number, block.cache) for block in layer.blocks() if isinstance(block, MixerSpec))
 
     def mlps(self) -> Iterator[MLPSpec | MoESpec]:
         for layer in self.layers:
-            yield from (block for block in layer.blocks() if not isinstance(block, AnyAttentionSpec))
+            yield from (block for block in layer.blocks() if not isinstance(block, MixerSpec))
 
     def mixtures(self) -> Iterator[MoESpec]:
         yield from (block for block in self.mlps() if isinstance(block, MoESpec))
@@ -534,10 +475,11 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
     def float_matrices(self) -> set[str]:
         """Return the names of matrices that are never quantized.
 
-        These are small ones, which choose and weight experts or belong to a classifier, and those that are multiplied
-        into others.
+        These are small ones, which choose and weight experts, give the rates of states or belong to a classifier, and
+        those that are multiplied into others.
         """
         names = {name for mixture in self.mixtures() for name in mixture.gate_names()}
+        names |= {name for each in self.recurrent() for name in each.rates.weight_shapes()}
         dense = () if self.classifier is None else self.classifier.layers
         names |= {name for layer in dense for name in layer.linear.weight_shapes()}
         latent = (each for each in self.attentions() if isinstance(each, LatentAttentionSpec))
@@ -559,21 +501,10 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
         head = self.untied_head() if self.embeds else self.head_linear()
         around = [part for part in (self.norm, projection, head, self.classifier) if part is not None]
         entry: Shapes = self.embedding.shapes(self.hidden_size) if self.embeds else {}
-        return entry | _merged(*self.layers, *self.ropes(), *around)
+        return entry | merged(*self.layers, *self.ropes(), *around)
 
     def is_ignored(self, name: str) -> bool:
         """Whether a tensor may be stored and is not used."""
         if name.endswith(self.ignored) or name.startswith(self.ignored_layers):
             return True
         return self.head is not None and self.head.tied and name == f"{self.head.name}.weight"
-
-
-class _HasShapes(Protocol):
-    def shapes(self) -> Shapes: ...
-
-
-def _merged(*parts: _HasShapes) -> Shapes:
-    shapes: Shapes = {}
-    for part in parts:
-        shapes |= part.shapes()
-    return shapes

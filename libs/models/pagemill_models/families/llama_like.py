@@ -67,11 +67,13 @@ def numbers_from_config(
     epsilon: tuple[str, float] = ("rms_norm_eps", 1e-6),
     partial_rotary: tuple[str, float] | None = None,
     rope_kind: str | None = None,
+    inner_key: str = "intermediate_size",
 ) -> Numbers:
     """Read the keys that similar classes of transformers share, without biases and windows.
 
     Defaults for missing keys are those of the architecture's configuration class. `epsilon`: key of the norms' epsilon
-    and its default. `partial_rotary` and `rope_kind`: `partial` and `kind` of `ConfigValues.rope`.
+    and its default. `partial_rotary` and `rope_kind`: `partial` and `kind` of `ConfigValues.rope`. `inner_key`: key of
+    the inner values of MLPs.
     """
     num_heads, hidden_size = config.size("num_heads", "num_attention_heads"), config.size("hidden_size")
     context = config.size("max_position_embeddings", default=default_context)
@@ -80,7 +82,7 @@ def numbers_from_config(
         architecture=config.architecture,
         num_layers=config.size("num_layers", "num_hidden_layers"),
         hidden_size=hidden_size,
-        intermediate_size=config.size("intermediate_size"),
+        intermediate_size=config.size("intermediate_size", inner_key),
         num_heads=num_heads,
         num_kv_heads=config.size("num_kv_heads", "num_key_value_heads", default=num_heads),
         head_dim=head_dim,

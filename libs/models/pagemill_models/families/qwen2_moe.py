@@ -42,11 +42,12 @@ def read_config(config: ConfigValues) -> DecoderSpec:
     )
 
 
-def sparse_mixture(config: ConfigValues) -> Mixture:
+def sparse_mixture(config: ConfigValues, *, renormalized: bool = False) -> Mixture:
+    """Read the numbers. `renormalized`: the default of `norm_topk_prob`."""
     return mixture_from_config(
         config,
         size_key="moe_intermediate_size",
-        renormalized=config.flag("norm_topk_prob", False),
+        renormalized=config.flag("norm_topk_prob", renormalized),
     )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from itertools import count
 from typing import Literal, NamedTuple
 
+from pagemill_models.declaration.caches import RecurrentSpec
 from pagemill_models.declaration.declaration import (
     AttentionSpec,
     BlockSpec,
@@ -21,7 +22,7 @@ from pagemill_models.declaration.declaration import (
 )
 
 Role = Literal[
-    "qkv", "query_down", "query", "latent_down", "latent_up", "output",
+    "qkv", "state_inputs", "state_rates", "query_down", "query", "latent_down", "latent_up", "output",
     "up", "down", "router", "expert_up", "expert_down", "shared_up", "shared_down", "shared_gate",
     "embedding", "embedding_projection", "head_projection", "head", "classifier",
 ]  # fmt: skip
@@ -29,6 +30,8 @@ Split = Literal["rows", "columns", "vocabulary", "whole"]
 
 SPLITS: dict[Role, Split] = {
     "qkv": "rows",
+    "state_inputs": "whole",
+    "state_rates": "whole",
     "query_down": "whole",
     "query": "rows",
     "latent_down": "whole",
@@ -97,6 +100,9 @@ def _of_block(block: BlockSpec) -> Iterator[tuple[Role, LinearSpec, int | None]]
     """Yield the linear layers of a block in the order of `block.linears()`."""
     if isinstance(block, AttentionSpec):
         yield "qkv", block.qkv, None
+    elif isinstance(block, RecurrentSpec):
+        yield "state_inputs", block.inputs, None
+        yield "state_rates", block.rates, None
     elif isinstance(block, LatentAttentionSpec):
         if block.query_down is not None:
             yield "query_down", block.query_down, None

@@ -61,6 +61,8 @@ def shard(decoder: DecoderSpec, rank: int, size: int) -> Shard:
         )
     if size == 1:
         return Shard(decoder, {})
+    if any(decoder.recurrent()):
+        raise ShardError(f"`{decoder.architecture}` has recurrent layers, which are not divided among ranks yet.")
     if decoder.vocab_size < size:
         raise ShardError(f"A vocabulary of {decoder.vocab_size} tokens cannot be divided among {size} ranks.")
     part = _Part(rank, size)
@@ -139,6 +141,7 @@ class _Part:
             return self._latent_attention(spec)
         if isinstance(spec, MoESpec):
             return self._experts(spec)
+        assert isinstance(spec, MLPSpec)
         return self._mlp(spec)
 
     def _attention(self, spec: AttentionSpec) -> AttentionSpec:

@@ -13,7 +13,7 @@ from typing import Literal
 
 import msgspec
 
-from pagemill_models.declaration.caches import LayerCacheSpec, StateSpec
+from pagemill_models.declaration.caches import LayerCacheSpec, StateSpec, VectorsSpec
 from pagemill_models.declaration.declaration import (
     AnyAttentionSpec,
     AttentionSpec,
@@ -70,8 +70,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def cache_shapes(self) -> list[tuple[int, int]]:
-        """For each layer, the vectors that its cache stores for each token, and their values."""
-        return [(each.cache_heads, each.head_dim) for each in self.decoder.attentions()]
+        """For each layer, the vectors that its cache stores for each token, and their values; none of a layer that
+        keeps a state."""
+        vectors = {number: each for number, each in self.decoder.caches() if isinstance(each, VectorsSpec)}
+        found = (vectors.get(number) for number in range(len(self.decoder.layers)))
+        return [(0, 0) if each is None else (each.heads, each.size) for each in found]
 
     @property
     def head_shapes(self) -> list[tuple[int, int]]:
@@ -109,7 +112,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def _attention(self) -> AnyAttentionSpec:
-        """Attention of the first layer. Layers may differ in the number and size of their heads."""
+        """Attention of the first layer that has some. Layers may differ in the number and size of their heads."""
         return next(self.decoder.attentions())
 
 
@@ -180,7 +183,8 @@ def _check_heads(attention: AttentionSpec, path: Path) -> None:
             f"`{path}` declares {attention.num_heads} attention heads, not a multiple of its "
             f"{attention.num_kv_heads} KV heads."
         )
-    num_rows = (attention.num_heads + 2 * attention.num_kv_heads) * attention.head_dim
+    query_heads = attention.num_heads * (1 + attention.gated)
+    num_rows = (query_heads + 2 * attention.num_kv_heads) * attention.head_dim
     if (attention.qkv.out_features, attention.output.in_features) != (
         num_rows,
         attention.num_heads * attention.head_dim,

@@ -1,0 +1,26 @@
+"""The rows of a step for recurrent layers as plain arrays, the same for every device and layer."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+
+
+class StateBatch(NamedTuple):
+    """What the requests of a step read and write, in the order of the batch."""
+
+    rows: Ints
+    """[requests]: where their logs are."""
+    query_start_loc: Ints
+    """[requests + 1]: first token of each."""
+    sources: Ints
+    """[requests]: slots of their states; that of the padding block is the zero state."""
+    num_logged: Ints
+    """[requests]: tokens since their states."""
+    writes: Ints
+    """[states to write, 3]: request, blocks behind its state, slot. Of a request they rise."""
+    block_size: int

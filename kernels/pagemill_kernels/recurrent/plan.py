@@ -1,0 +1,112 @@
+"""The rows of a step for recurrent layers, as indices that every layer of the step uses.
+
+The tokens of a row since its state (its log, then the step's own) fill groups of one block each.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pagemill_kernels.recurrent.batch import StateBatch
+
+
+class Round(NamedTuple):
+    """The groups that are the n-th of their requests."""
+
+    requests: Tensor
+    groups: Tensor
+    folded: Tensor
+    """Of `requests`, those whose group is full: the state behind it is computed."""
+    kept: Tensor
+    """Of `folded`, those that are written."""
+    slots: Tensor
+    """Where `kept` are written."""
+
+
+class StatePlan(NamedTuple):
+    rows: Tensor
+    sources: Tensor
+    block_size: int
+    num_groups: int
+    groups: Tensor
+    """[tokens]: group of each token."""
+    places: Tensor
+    """[tokens]: place of each token in its group."""
+    log_rows: Tensor
+    """[logged tokens], as the next three: row, place in the log, group and place in the group."""
+    log_places: Tensor
+    log_groups: Tensor
+    log_group_places: Tensor
+    rounds: list[Round]
+    new_tokens: Tensor
+    """[tokens that are logged], as the next two: token, row and place in the log."""
+    new_rows: Tensor
+    new_places: Tensor
+    starts: Tensor
+    """[requests]: first token of each."""
+    ends: Tensor
+    """[requests]: index behind the last token of each."""
+    is_behind: Tensor
+    """[requests]: whether there are tokens since the state."""
+    kept_requests: Tensor
+    """[states to write], as the next two: request, its tokens of this step before the boundary, slot."""
+    kept_tokens: Tensor
+    kept_slots: Tensor
+
+
+def plan_states(batch: StateBatch) -> StatePlan:
+    size, starts, logged = batch.block_size, batch.query_start_loc, batch.num_logged
+    counts = np.diff(starts)
+    totals = logged + counts
+    num_groups = -(-totals // size)
+    first_group = np.cumsum(num_groups) - num_groups
+    requests = np.repeat(np.arange(len(counts)), counts)
+    places = np.arange(starts[-1]) - np.repeat(starts[:-1] - logged, counts)
+    log_requests = np.repeat(np.arange(len(counts)), logged)
+    log_places = np.arange(len(log_requests)) - np.repeat(np.cumsum(logged) - logged, logged)
+    writer, num_blocks, slots = batch.writes.T
+    folded = np.zeros(len(counts), dtype=np.int64)
+    np.maximum.at(folded, writer, num_blocks)
+    rounds = []
+    for number in range(int(num_groups.max())):
+        here = np.flatnonzero(num_groups > number)
+        # A later group or a slot needs the state behind this one.
+        needed = (folded[here] > number) | (num_groups[here] > number + 1)
+        written = num_blocks == number + 1
+        kept = np.searchsorted(here[needed], writer[written])
+        rounds.append(
+            Round(*map(_tensor, (here, first_group[here] + number, np.flatnonzero(needed), kept, slots[written])))
+        )
+    is_new = places >= folded[requests] * size
+    new_requests = requests[is_new]
+    return StatePlan(
+        rows=_tensor(batch.rows),
+        sources=_tensor(batch.sources),
+        block_size=size,
+        num_groups=int(num_groups.sum()),
+        groups=_tensor(first_group[requests] + places // size),
+        places=_tensor(places % size),
+        log_rows=_tensor(batch.rows[log_requests]),
+        log_places=_tensor(log_places),
+        log_groups=_tensor(first_group[log_requests] + log_places // size),
+        log_group_places=_tensor(log_places % size),
+        rounds=rounds,
+        new_tokens=_tensor(np.flatnonzero(is_new)),
+        new_rows=_tensor(batch.rows[new_requests]),
+        new_places=_tensor(places[is_new] - folded[new_requests] * size),
+        starts=_tensor(starts[:-1]),
+        ends=_tensor(starts[1:]),
+        is_behind=_tensor(logged > 0),
+        kept_requests=_tensor(writer),
+        kept_tokens=_tensor(num_blocks * size - logged[writer]),
+        kept_slots=_tensor(slots),
+    )
+
+
+def _tensor(values: NDArray[np.generic]) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values))

@@ -1,0 +1,131 @@
+"""The formulas of recurrent layers, in float32.
+
+The delta rule of one value head, with keys k of length one, decays g (logarithms, at most 0) and rates b:
+S_t = exp(g_t) S_(t-1) + k_t u_t^T with u_t = b_t (v_t - exp(g_t) S_(t-1)^T k_t), and o_t = S_t^T q_t. With c the sum of
+decays since the state S of a group's begin, the u of a group solve a triangular system, as
+u_t = b_t (v_t - exp(c_t) S^T k_t - sum over i < t of exp(c_t - c_i) (k_i . k_t) u_i). A log has k, u and g of a token.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pagemill_kernels.recurrent.plan import StatePlan
+
+NORM_EPS = 1e-6
+
+
+class DeltaInputs(NamedTuple):
+    """A step's tokens. The keys' heads divide the values'."""
+
+    query: Tensor
+    """[tokens, key heads, key_dim]."""
+    key: Tensor
+    value: Tensor
+    """[tokens, value heads, value_dim]."""
+    decay: Tensor
+    """[tokens, value heads]: logarithms."""
+    rate: Tensor
+    """[tokens, value heads]."""
+
+
+def causal_convolution(x: Tensor, weight: Tensor, windows: Tensor, inputs: Tensor, plan: StatePlan) -> Tensor:
+    """Return silu of the convolution of each token's values with those of the tokens before, [tokens, channels].
+
+    x: [tokens, channels]. weight: [channels, width]. windows: [slots, width - 1, channels], the values before each
+    state's boundary, where those of new states are written. inputs: [rows, width - 1, channels], the last values of
+    each row.
+    """
+    width = weight.shape[1]
+    num_before = width - 1
+    starts, ends = plan.starts, plan.ends
+    before = torch.where(plan.is_behind[:, None, None], inputs[plan.rows], windows[plan.sources])
+    num_requests = len(starts)
+    firsts = starts + torch.arange(num_requests) * num_before
+    steps = torch.arange(num_before)
+    padded = torch.empty(len(x) + num_requests * num_before, x.shape[1])
+    own = torch.arange(len(x)) + torch.repeat_interleave(torch.arange(1, num_requests + 1), ends - starts) * num_before
+    padded[own] = x.float()
+    padded[(firsts[:, None] + steps).flatten()] = before.flatten(0, 1)
+    out = torch.zeros(x.shape, dtype=torch.float32)
+    for offset in range(width):
+        out += padded[own - num_before + offset] * weight[:, offset]
+    lasts = firsts + (ends - starts)
+    inputs[plan.rows] = padded[lasts[:, None] + steps]
+    windows[plan.kept_slots] = padded[(firsts[plan.kept_requests] + plan.kept_tokens)[:, None] + steps]
+    return F.silu(out)
+
+
+def delta_rule(inputs: DeltaInputs, states: Tensor, log: Tensor, plan: StatePlan) -> Tensor:
+    """Return the outputs, [tokens, value heads, value_dim], and write states and log.
+
+    states: [slots, value heads, key_dim, value_dim]. log: [rows, places, values of a token].
+    """
+    query, key, value, decay, rate = inputs
+    num_keys, key_dim = key.shape[1:]
+    num_values, value_dim = value.shape[1:]
+    sizes = [num_keys * key_dim, num_values * value_dim, num_values]
+    query, key = _of_length_one(query) * key_dim**-0.5, _of_length_one(key)
+    logged = torch.split(log[plan.log_rows, plan.log_places], sizes, -1)
+    groups = _Groups(plan)
+    queries = groups.fill(query)
+    keys = groups.fill(key, logged[0].reshape(-1, num_keys, key_dim))
+    decays = groups.fill(decay, logged[2]).cumsum(2)
+    rates = groups.fill(rate)
+    # A logged token's u is known: its row of the system is that of the identity.
+    known = groups.fill(rate[..., None] * value, logged[1].reshape(-1, num_values, value_dim))
+    repeats = num_values // num_keys
+    queries, keys = (each.repeat_interleave(repeats, 1) for each in (queries, keys))
+    size = plan.block_size
+    above = torch.ones(size, size, dtype=torch.bool).triu(1)
+    pairs = (decays[..., None] - decays[..., None, :]).masked_fill(above, -torch.inf).exp()
+    system = (rates[..., None] * keys) @ keys.transpose(-1, -2) * pairs
+    grown = decays.exp()[..., None]
+    solved = torch.linalg.solve_triangular(
+        system, torch.cat([known, rates[..., None] * grown * keys], -1), upper=False, unitriangular=True
+    )
+    free, read = torch.split(solved, [value_dim, key_dim], -1)
+    scores = queries @ keys.transpose(-1, -2) * pairs
+    to_end = (decays[..., -1:] - decays).exp()[..., None] * keys
+    whole = decays[..., -1].exp()[..., None, None]
+    corrected = torch.empty_like(known)
+    outputs = torch.empty_like(known)
+    state = states[plan.sources]
+    for requests, of_round, folded, kept, slots in plan.rounds:
+        before = state[requests]
+        corrected[of_round] = free[of_round] - read[of_round] @ before
+        outputs[of_round] = (grown[of_round] * queries[of_round]) @ before + scores[of_round] @ corrected[of_round]
+        if len(folded):
+            of_folded = of_round[folded]
+            after = whole[of_folded] * before[folded] + to_end[of_folded].transpose(-1, -2) @ corrected[of_folded]
+            state[requests[folded]] = after
+            states[slots] = after[kept]
+    at = plan.groups[plan.new_tokens], plan.places[plan.new_tokens]
+    log[plan.new_rows, plan.new_places] = torch.cat(
+        [key[plan.new_tokens].flatten(1), corrected.transpose(1, 2)[at].flatten(1), decay[plan.new_tokens]], -1
+    )
+    return outputs.transpose(1, 2)[plan.groups, plan.places]
+
+
+class _Groups:
+    """Arranges the values of tokens by groups, with zeros in the places without a token."""
+
+    def __init__(self, plan: StatePlan) -> None:
+        self._plan = plan
+
+    def fill(self, values: Tensor, logged: Tensor | None = None) -> Tensor:
+        """Return values, [tokens, heads, ...], as [groups, heads, block_size, ...]. logged: those of logged tokens."""
+        plan = self._plan
+        out = torch.zeros(plan.num_groups, plan.block_size, *values.shape[1:])
+        out[plan.groups, plan.places] = values
+        if logged is not None:
+            out[plan.log_groups, plan.log_group_places] = logged
+        return out.transpose(1, 2)
+
+
+def _of_length_one(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPS)

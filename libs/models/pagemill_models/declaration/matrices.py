@@ -1,0 +1,97 @@
+"""The basic parts of a declaration: stored matrices and linear layers made of them, norms, activations.
+
+`declaration` has what is made of them, `caches` the recurrent layers. Matrices are [outputs, inputs]; tensors have the
+names of Hugging Face checkpoints.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+import msgspec
+
+Shapes = dict[str, tuple[int, ...]]
+"""Shapes of tensors by name."""
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "gelu_quick", "relu", "relu2"]
+"""`gelu`: with erf; `gelu_tanh`: its approximation by tanh (`gelu_new`, `gelu_pytorch_tanh`); `gelu_quick`:
+x * sigmoid(1.702 x); `relu2`: the square of ReLU."""
+
+
+class RowGroups(msgspec.Struct, frozen=True):
+    """An order of rows: `count` consecutive groups, each of `sizes[0]` rows, then `sizes[1]` rows, and so on.
+
+    An executor needs all rows of the first size, then all of the second. GPT-NeoX's `query_key_value` has a group for
+    each head, of head_dim queries, keys and values.
+    """
+
+    count: int
+    sizes: tuple[int, ...]
+
+
+class MatrixSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A stored matrix `name`.weight [rows, inputs], with or without `name`.bias [rows]."""
+
+    name: str
+    rows: int
+    bias: bool = False
+    transposed: bool = False
+    """Whether it is stored as [inputs, rows], as GPT-2's Conv1D."""
+    groups: RowGroups | None = None
+    """The stored order of its rows, if it differs from the required order."""
+
+
+class LinearSpec(msgspec.Struct, frozen=True):
+    """y = x W^T + b, where W consists of stacked `parts`."""
+
+    in_features: int
+    parts: tuple[MatrixSpec, ...]
+
+    @property
+    def out_features(self) -> int:
+        return sum(part.rows for part in self.parts)
+
+    def weight_shapes(self) -> Shapes:
+        return {f"{part.name}.weight": (part.rows, self.in_features) for part in self.parts}
+
+    def shapes(self) -> Shapes:
+        biases: Shapes = {f"{part.name}.bias": (part.rows,) for part in self.parts if part.bias}
+        return self.weight_shapes() | biases
+
+
+class NormPart(msgspec.Struct, frozen=True):
+    """A norm whose values are divided among ranks, which add their sums of squares."""
+
+    whole_size: int
+    """Number of values of all ranks."""
+    adds: bool
+    """Whether this rank's values count; of ranks with the same ones only the first adds them."""
+
+
+class NormSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """RMS norm or layer norm over `size` values, with `name`.weight and perhaps `name`.bias."""
+
+    name: str
+    size: int
+    eps: float
+    kind: Literal["rms", "layer"] = "rms"
+    bias: bool = False
+    weight_offset: float = 0.0
+    """Number added to the stored weight: 1 in Gemma."""
+    part: NormPart | None = None
+    """Set if other ranks have further values of the same norm."""
+
+    def shapes(self) -> Shapes:
+        biases: Shapes = {f"{self.name}.bias": (self.size,)} if self.bias else {}
+        return {f"{self.name}.weight": (self.size,)} | biases
+
+
+class HasShapes(Protocol):
+    def shapes(self) -> Shapes: ...
+
+
+def merged(*parts: HasShapes) -> Shapes:
+    shapes: Shapes = {}
+    for part in parts:
+        shapes |= part.shapes()
+    return shapes

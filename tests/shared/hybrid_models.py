@@ -1,0 +1,94 @@
+"""Tiny random hybrids of transformers' classes: attention beside layers with a recurrent state, with odd shapes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from family_models import VOCAB_SIZE, write_model
+
+LENGTHS = (1, 2, 15, 16, 17, 33, 90, 200)
+QWEN = {
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 96,
+    "max_position_embeddings": 256,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 3,
+}
+EXPERTS = {
+    "moe_intermediate_size": 40,
+    "num_experts": 7,
+    "num_experts_per_tok": 3,
+    "shared_expert_intermediate_size": 24,
+}
+LAYERS = ["full_attention", "linear_attention", "linear_attention", "full_attention", "linear_attention"]
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3.5": ("Qwen3_5ForCausalLM", QWEN),
+    "qwen3.5-moe": ("Qwen3_5MoeForCausalLM", {**QWEN, **EXPERTS, "linear_conv_kernel_dim": 4}),
+    "qwen3-next": ("Qwen3NextForCausalLM", {**QWEN, **EXPERTS, "decoder_sparse_step": 2}),
+}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3.5 with a kernel of two, all of a head rotated, tied": (
+        "Qwen3_5ForCausalLM",
+        {
+            **QWEN,
+            "linear_conv_kernel_dim": 2,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 1.0},
+        },
+    ),
+    "qwen3.5 with another pattern, one key head, biases": (
+        "Qwen3_5ForCausalLM",
+        {
+            **QWEN,
+            "num_hidden_layers": 5,
+            "layer_types": LAYERS,
+            "linear_num_key_heads": 1,
+            "linear_num_value_heads": 3,
+            "num_key_value_heads": 1,
+            "attention_bias": True,
+        },
+    ),
+    "qwen3.5 with heads of 256": (
+        "Qwen3_5ForCausalLM",
+        {**QWEN, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 256, "linear_num_value_heads": 2},
+    ),
+    "qwen3-next with some plain MLPs": (
+        "Qwen3NextForCausalLM",
+        {**QWEN, **EXPERTS, "mlp_only_layers": [1, 2], "norm_topk_prob": False},
+    ),
+}
+
+
+def write_hybrid(name: str, overrides: dict[str, Any], folder: Path) -> Any:
+    """Write a model whose states remember many tokens."""
+    model = write_model(name, overrides, folder)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter_name.endswith("A_log"):
+                parameter.normal_(-3, 1)
+    model.save_pretrained(folder)
+    return model
+
+
+@torch.no_grad()
+def check_greedy(model: Any, prompt: list[int], answer: list[int]) -> None:
+    """Compare an answer with the reference's greedy one: the whole sequence is computed at once, without a cache.
+    If each token is the best one behind those before, the answer is that of the greedy reference."""
+    logits = model(torch.tensor([prompt + answer[:-1]]), use_cache=False).logits[0, len(prompt) - 1 :]
+    assert answer == logits.argmax(-1).tolist()
+    best = logits.log_softmax(-1).topk(2).values
+    assert float((best[:, 0] - best[:, 1]).median()) > 0.3, "the two best tokens differ too little to compare"
+
+
+def prompts_of(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randint(0, VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths]
