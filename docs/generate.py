@@ -54,6 +54,11 @@ MODELS_NOTES = """\
   Pooling is `cls`, `mean` or `lasttoken`; other modules than Transformer, Pooling and Normalize are refused by name.
   They run on CPUs from safetensors folders; `device: cuda` is refused
   ([how to serve them](../how-to/serve-embeddings.md)).
+- **Multimodal models** are served as their text part: @MULTIMODAL@. The keys of `text_config` are read, tensors may
+  have any of the prefixes `model.language_model.`, `language_model.model.` and `model.`, and those of encoders are not
+  loaded; the start and `/version` say "text only", and images in requests are refused. `InternVLChatModel` and Llama
+  3.2 Vision are refused; the error says what to use instead.
+- **Keys that a `config.json` lacks** have the values of the configuration class of transformers 5.23.
 - **Other decoders** that the installed `transformers` supports run through its class with Pagemill's attention and
   cache: on CPUs, in floats, and slower than the families above (the log and `/version` say so). Not supported are
   attention windows, recurrent or compressed state, `longrope`, unknown arguments of attention, and code from the
@@ -410,8 +415,9 @@ def cell(text: str) -> str:
 
 
 def models_page() -> str:
-    from pagemill_models.declaration.known import BUILT_IN
+    from pagemill_models.declaration.known import BUILT_IN, MULTIMODAL
 
+    notes = MODELS_NOTES.replace("@MULTIMODAL@", ", ".join(f"`{name}`" for name in MULTIMODAL))
     rows = []
     for module, names in BUILT_IN.items():
         about = (importlib.import_module(f"pagemill_models.families.{module}").__doc__ or "").split("\n\n")[0]
@@ -419,7 +425,7 @@ def models_page() -> str:
         in_gguf = ", ".join(f"`{name}`" for name in names.gguf) or "-"
         rows.append(f"| {spelled} | `{names.model_type}` | {in_gguf} | {cell(' '.join(about.split()))} |")
     head = ["| `architectures` | `model_type` | GGUF | |", "|---|---|---|---|"]
-    return "\n".join([f"# Models\n\n{NOTE}\n\n{MODELS}\n", *head, *sorted(rows), "", MODELS_NOTES])
+    return "\n".join([f"# Models\n\n{NOTE}\n\n{MODELS}\n", *head, *sorted(rows), "", notes])
 
 
 def sources_page() -> str:

@@ -341,9 +341,7 @@ def test_the_embedded_models_chat_is_rendered(smollm2):
 @pytest.mark.model
 def test_rendering_costs_about_a_millisecond(smollm2):
     smollm2.render_chat(HELLO)
-    took_s = []
+    started = time.perf_counter()
     for _ in range(50):
-        started_s = time.perf_counter()
         smollm2.render_chat(HELLO)
-        took_s.append(time.perf_counter() - started_s)
-    assert min(took_s) < 0.01
+    assert (time.perf_counter() - started) / 50 < 0.01

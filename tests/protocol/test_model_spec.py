@@ -236,7 +236,7 @@ def test_an_unsupported_architecture_is_refused_with_the_supported_ones(folder, 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hidden_size": ...}, "`hidden_size` is missing; it must be an integer"),
+        ({"architectures": ["AquilaForCausalLM"], "hidden_size": ...}, "`hidden_size` is missing; it must be"),
         ({"hidden_size": "32"}, "`hidden_size` is '32'"),
         ({"hidden_size": True}, "`hidden_size` is 'True'"),
         ({"num_hidden_layers": -1}, "num_layers = -1"),

@@ -47,6 +47,10 @@ class ModelFiles(NamedTuple):
     early_digest: EarlyDigest | None = None
 
 
+TEXT_ONLY = ", text only"
+"""Said of models whose files also hold encoders."""
+
+
 class PreparedModel(NamedTuple):
     config: EngineConfig
     """The configuration with step limits."""
@@ -73,7 +77,8 @@ def prepare(files: ModelFiles, compute: Compute, before: MemoryState) -> Prepare
         sizes = with_draft(sizes, draft, config)
     config = choose_step_limits(config, spec, sizes, before)
     num_blocks, budget = plan_memory(config, spec, sizes, before, ranks)
-    files.progress("loading", f"{default_name(config.model)}: {_held(files, compute, weights)}, {compute.how}")
+    how = f"{compute.how}{TEXT_ONLY if spec.decoder.text_only else ''}"
+    files.progress("loading", f"{default_name(config.model)}: {_held(files, compute, weights)}, {how}")
     return PreparedModel(config, compute, weights, sizes, before, num_blocks, budget, draft)
 
 
@@ -101,7 +106,7 @@ def runner_info(
         kv_dtype=compute.kv_dtype,
         weight_bytes=weight_bytes,
         kv_bytes_per_token=prepared.sizes.kv_bytes_per_token,
-        compute=f"{compute.dtype}, {compute.how}",
+        compute=f"{compute.dtype}, {compute.how}{TEXT_ONLY if spec.decoder.text_only else ''}",
         device=device,
         memory=msgspec.structs.replace(prepared.budget, weight_bytes=weight_bytes),
         step=config.step,

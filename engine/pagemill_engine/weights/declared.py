@@ -1,6 +1,6 @@
 """Weights under the names and in the form that a model declares: a `WeightSource` over that of its files.
 
-It removes four differences between checkpoints of one family: a prefix that some files leave out, unused tensors,
+It removes differences between checkpoints of one family: prefixes (`stored_names`), unused tensors,
 transposed matrices, and a head whose rows are normalized when it is used. Readers see the declared names, [outputs,
 inputs] and the values to compute with. The order of a matrix's rows is decided in `decoders.row_order`.
 """
@@ -18,6 +18,7 @@ from pagemill_kernels.arrays import Array, FloatType
 from pagemill_kernels.linear.groups import CodeBlocks, GroupCodes
 from pagemill_models.declaration.declaration import DecoderSpec, Shapes
 from pagemill_models.sharding.slices import Slices
+from pagemill_models.spec.stored_names import declared_names
 
 _SMALLEST_NORM = 1e-12
 
@@ -26,15 +27,22 @@ class DeclaredWeights:
     def __init__(self, source: WeightSource, decoder: DecoderSpec) -> None:
         self._source = source
         stored = source.shapes
-        names = declared_names(list(stored), decoder)
+        names = declared_names(stored, decoder)
         self._stored_names = {name: at for name, at in names.items() if not decoder.is_ignored(name)}
         self._transposed = transposed_weights(decoder) & self._stored_names.keys()
+        if self._transposed and self._has_outputs_first(decoder.shapes()):
+            self._transposed = set()
         self._normalized = normalized_weights(decoder) & self._stored_names.keys()
         self._computed = self._transposed | self._normalized
         self._shapes: Shapes = {
             name: stored[at][::-1] if name in self._transposed else stored[at]
             for name, at in self._stored_names.items()
         }
+
+    def _has_outputs_first(self, wanted: Shapes) -> bool:
+        """Whether a file stores what is declared as transposed the other way round, as its own class writes it."""
+        shapes = ((wanted[name], self._source.shapes[self._stored_names[name]]) for name in self._transposed)
+        return any(stored == shape != shape[::-1] for shape, stored in shapes)
 
     @property
     def shapes(self) -> Shapes:
@@ -105,12 +113,3 @@ def normalized_weights(decoder: DecoderSpec) -> set[str]:
     """Return the names of the weights whose rows are normalized to length one."""
     head = decoder.head
     return {f"{head.name}.weight"} if head is not None and head.normalized else set()
-
-
-def declared_names(stored: list[str], decoder: DecoderSpec) -> dict[str, str]:
-    """Return the stored name of each declared name. The declared one may have a prefix that the files leave out."""
-    prefix = decoder.optional_prefix
-    if not prefix or any(name.startswith(prefix) for name in stored):
-        return {name: name for name in stored}
-    declared = decoder.shapes()
-    return {name if name in declared or decoder.is_ignored(name) else prefix + name: name for name in stored}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from pagemill_engine.weights.codes import CODE_KINDS, CodeKind
-from pagemill_engine.weights.declared import declared_names, normalized_weights, transposed_weights
+from pagemill_engine.weights.declared import normalized_weights, transposed_weights
 from pagemill_engine.weights.errors import LoadError
 from pagemill_engine.weights.packed.formats import format_of
 from pagemill_engine.weights.packed.matrix import Settings
@@ -23,6 +23,7 @@ from pagemill_models.declaration.declaration import DecoderSpec, Shapes
 from pagemill_models.files.safetensors_header import INDEX_FILE, read_index
 from pagemill_models.sharding.slices import Slices
 from pagemill_models.spec.model_spec import ModelSpec
+from pagemill_models.spec.stored_names import declared_names
 
 
 class ShapeOnlyWeights:

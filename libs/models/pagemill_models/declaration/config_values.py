@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from pagemill_models.declaration.declaration import Activation, RopeSpec
@@ -16,7 +17,7 @@ from pagemill_models.declaration.known import rope_errors, unsupported
 from pagemill_models.declaration.limits import Held, check_fraction, check_parts, check_positive, check_size
 from pagemill_models.declaration.quantization_settings import quantization_of
 from pagemill_models.declaration.rope_scaling import RopeError, UnsupportedRopeError, check_long_rope, wrong
-from pagemill_models.declaration.rope_settings import read_scaling, rope_theta, settings_of
+from pagemill_models.declaration.rope_settings import DEFAULT_THETA, read_scaling, rope_theta, settings_of
 from pagemill_protocol.source_errors import UnreadableModelError
 
 _ACTIVATIONS: dict[str, Activation] = {
@@ -39,13 +40,22 @@ AUTO_GPTQ_FILE = "quantize_config.json"
 
 class ConfigValues:
     """The values of one file. `architecture`: canonical name of the one that `config.json` declares. `held`: what the
-    files hold, where their headers are known."""
+    files hold, where their headers are known. `defaults`: values of keys that the file lacks, of the class's own."""
 
-    def __init__(self, path: Path, values: dict[str, Any], architecture: str, held: Held | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        values: dict[str, Any],
+        architecture: str,
+        held: Held | None = None,
+        defaults: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         self.path = path
         self.held = held
         self.architecture = architecture
-        self._values = values
+        self._written = values
+        self._defaults = defaults
+        self._values = {**defaults, **values}
 
     def size(self, field: str, *keys: str, default: int | None = None) -> int:
         """Return a positive number under the first of `keys` that is present; `field` selects its limit."""
@@ -165,7 +175,7 @@ class ConfigValues:
         """
         with rope_errors(self.architecture, self.path):
             where, values = self._rope_settings(kind)
-            theta = rope_theta(self._values, where, values, "rotary_emb_base")
+            theta = rope_theta(*self._first(("rope_theta", "rotary_emb_base"), DEFAULT_THETA), where, values)
             share = self._rotary_share(values.get("partial_rotary_factor"), partial)
             scaling = read_scaling(where, self._with_original(values), theta, context)
             rotary_dim = int(head_dim * share)
@@ -213,9 +223,10 @@ class ConfigValues:
 
     def _first(self, keys: tuple[str, ...], default: Any) -> tuple[str, Any]:
         """Return the first present key and its value, or the first key and the default."""
-        for key in keys:
-            if self._values.get(key) is not None:
-                return key, self._values[key]
+        for values in (self._written, self._defaults):
+            for key in keys:
+                if values.get(key) is not None:
+                    return key, values[key]
         return keys[0], default
 
     def _number(self, key: str, value: Any) -> float:

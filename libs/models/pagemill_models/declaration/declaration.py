@@ -407,6 +407,8 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
     """First row of embedding and head that this rank holds, and the one behind the last; None: all rows."""
     embeds: bool = True
     """Whether it computes hidden states from token ids; later stages of a pipeline receive them."""
+    text_only: bool = False
+    """Whether the files also hold encoders of images or sound, which are not read (`stored_names`)."""
     by_transformers: bool = False
     """The declaration has only sizes: a class of the installed `transformers` computes the model and knows its
     tensors."""

@@ -85,6 +85,43 @@ BUILT_IN: dict[str, Names] = {
 }
 """Names by module of this package."""
 
+
+class Multimodal(NamedTuple):
+    """What a class says where its `config.json` does not."""
+
+    text_type: str
+    """`model_type` of its text part."""
+    tied: bool
+    """Whether the embedding is the head."""
+
+
+MULTIMODAL: dict[str, Multimodal] = {
+    "Gemma3ForConditionalGeneration": Multimodal("gemma3_text", True),
+    "InternVLForConditionalGeneration": Multimodal("qwen2", True),
+    "Mistral3ForConditionalGeneration": Multimodal("mistral", True),
+    "Qwen2VLForConditionalGeneration": Multimodal("qwen2_vl_text", False),
+    "Qwen2_5_VLForConditionalGeneration": Multimodal("qwen2_5_vl_text", False),
+    "Qwen3_5ForConditionalGeneration": Multimodal("qwen3_5_text", False),
+    "Qwen3_5MoeForConditionalGeneration": Multimodal("qwen3_5_moe_text", False),
+    "Qwen3VLForConditionalGeneration": Multimodal("qwen3_vl_text", False),
+    "Qwen3VLMoeForConditionalGeneration": Multimodal("qwen3_vl_moe_text", False),
+}
+"""Models of which only the text part is read."""
+TEXT_TYPES: dict[str, str] = {
+    "qwen2_vl_text": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3",
+    "qwen3_vl_moe_text": "qwen3_vl_moe",
+}
+"""The module of each text part that is no model of its own, by its `model_type`."""
+OTHER_CLASSES: dict[str, str] = {
+    "InternVLChatModel": "Fetch the same model with the class `InternVLForConditionalGeneration` (its name ends with "
+    "`-HF`), or convert it with transformers' convert_internvl_weights_to_hf.py.",
+    "MllamaForConditionalGeneration": "Its layers of cross-attention read images; use a model with the class "
+    "`LlamaForCausalLM`, such as Llama 3.1, of which it is made.",
+}
+"""What to use in place of models that are known and not supported."""
+
 RECURRENT = "layers with a recurrent state in addition to the KV cache"
 """Feature of unsupported hybrid models: docs/adr/0053."""
 RECURRENT_GGUF = (

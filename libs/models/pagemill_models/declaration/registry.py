@@ -16,6 +16,7 @@ from pagemill_models.declaration.known import (
     GROUP,
     RECURRENT,
     RECURRENT_GGUF,
+    TEXT_TYPES,
     entry_points_of,
     unsupported,
 )
@@ -25,6 +26,8 @@ class FoundFamily(NamedTuple):
     architecture: str
     """Canonical name of the architecture."""
     family: Family
+    model_type: str | None = None
+    """That of the class whose defaults apply; `None`: unknown."""
 
 
 def find_family(names: Iterable[str], path: Path) -> FoundFamily:
@@ -36,12 +39,19 @@ def find_family(names: Iterable[str], path: Path) -> FoundFamily:
     for name in names:
         for module, known in BUILT_IN.items():
             if name in (*known.architectures, known.model_type):
-                return FoundFamily(known.architectures[0], _built_in(module))
+                return FoundFamily(known.architectures[0], _built_in(module), known.model_type)
     added = entry_points_of(GROUP)
     for name in names:
         if name in added:
             return FoundFamily(name, _load(added[name]))
     raise unsupported(names[0] if names else "", path)
+
+
+def find_text_family(architecture: str, model_type: str, path: Path) -> FoundFamily:
+    """Return the family of a multimodal model's text part as `find_family`. `architecture`: the whole model's."""
+    module = TEXT_TYPES.get(model_type)
+    family = find_family([model_type], path).family if module is None else _built_in(module)
+    return FoundFamily(architecture, family, model_type)
 
 
 def find_gguf_family(name: str, path: Path) -> FoundFamily:

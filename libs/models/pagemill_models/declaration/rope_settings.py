@@ -117,13 +117,11 @@ def _check_without_effect(metadata: Mapping[str, Any], prefix: str, kind: object
             raise UnsupportedRopeError(f"`{key}` = {metadata[key]!r:.80}")
 
 
-def rope_theta(config: Mapping[str, Any], where: str, values: Mapping[str, Any], *other_keys: str) -> float:
-    """Return the base of the frequencies.
+def rope_theta(name: str, value: Any, where: str, values: Mapping[str, Any]) -> float:
+    """Return the base of the frequencies. Raises `RopeError`.
 
-    `other_keys`: keys of `config` that are used where `rope_theta` is missing. Raises `RopeError`.
+    `name`, `value`: the base where the settings `values`, found at key `where`, have none.
     """
-    name = next((key for key in ("rope_theta", *other_keys) if config.get(key) is not None), "rope_theta")
-    value = config.get(name, DEFAULT_THETA)
     if "rope_theta" in values:
         name, value = f"{where}.rope_theta", values["rope_theta"]
     if not is_number(value) or value <= 0:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+import msgspec
+import orjson
 
 from pagemill_models.declaration.config_values import ConfigValues
 from pagemill_models.declaration.declaration import DecoderSpec
 from pagemill_models.declaration.errors import UnsupportedModelArchitecture, contradictions
-from pagemill_models.declaration.known import BUILT_IN, GROUP, RECURRENT, unsupported
+from pagemill_models.declaration.known import BUILT_IN, GROUP, OTHER_CLASSES, RECURRENT, unsupported
 from pagemill_models.declaration.limits import Held
-from pagemill_models.declaration.registry import FoundFamily, find_family
+from pagemill_models.declaration.registry import FoundFamily, find_family, find_text_family
 from pagemill_models.spec import by_transformers
 from pagemill_models.spec.by_transformers import class_is_installed, recurrent_key
 from pagemill_models.spec.contexts import with_scaled_context
 from pagemill_models.spec.pooled import CLASSIFIER, pools, without_head
+from pagemill_models.spec.text_parts import text_part
 from pagemill_protocol.source_errors import UnreadableModelError
 
 
@@ -24,15 +30,32 @@ def decoder_from_config(values: dict[str, Any], path: Path, held: Held | None = 
     `values`: the contents of `path`, a config.json. `held`: what the files hold, where their headers are known.
     """
     names = architectures_of(values)
-    found = _find_family(names, values, path)
-    config = ConfigValues(path, values, found.architecture, held)
+    part = text_part(names, values)
+    if part is None:
+        found = _find_family(names, values, path)
+    else:
+        found = find_text_family(part.architecture, part.model_type, path.parent)
+    own = values if part is None else part.values
+    defaults = _class_defaults().get(found.model_type or "", {})
+    config = ConfigValues(path, own, found.architecture, held, defaults)
     with contradictions(path):
         decoder = with_scaled_context(found.family.read_config(config), path)
+    decoder = decoder if part is None else msgspec.structs.replace(decoder, text_only=True)
     if decoder.head is None or not (_is_headless(names, found) or pools(names, path.parent)):
         return decoder
     if decoder.by_transformers:
         raise config.unsupported("pooling in place of a head (by its class in transformers)")
     return without_head(decoder, config.num_labels if config.is_classifier else None)
+
+
+@cache
+def _class_defaults() -> dict[str, Mapping[str, Any]]:
+    """Return, by `model_type`, the values that transformers' classes give to keys that a file lacks.
+
+    `tests/shared/class_defaults.py` generates the file from transformers; a test compares both.
+    """
+    found: dict[str, Mapping[str, Any]] = orjson.loads(Path(__file__).with_name("class_defaults.json").read_bytes())
+    return found
 
 
 def architectures_of(values: dict[str, Any]) -> list[str]:
@@ -62,6 +85,8 @@ def _find_family(architectures: list[str], values: dict[str, Any], path: Path) -
             raise unsupported(names[0], path.parent, f" with {RECURRENT} (`{key}`)") from error
         if class_is_installed(model_type, names[0] if "auto_map" in values else None):
             return FoundFamily(names[0], by_transformers.FAMILY)
+        if names[0] in OTHER_CLASSES:
+            raise UnsupportedModelArchitecture(f"{error.message} {OTHER_CLASSES[names[0]]}") from None
         if "auto_map" not in values:
             raise
         raise UnsupportedModelArchitecture(

@@ -25,6 +25,8 @@ from pagemill_models.files.safetensors_header import TensorHeader, read_folder_h
 from pagemill_models.spec.decoders import decoder_from_config
 from pagemill_models.spec.model_spec import ModelSpec, checked
 from pagemill_models.spec.pooling_files import most_tokens, read_pooling
+from pagemill_models.spec.stored_names import declared_names
+from pagemill_models.spec.text_parts import with_stored_head
 from pagemill_protocol.source_errors import UnreadableModelError
 
 
@@ -51,6 +53,8 @@ def spec_from_folder(folder: Path, *, by_index: bool = False) -> ModelSpec:
     else:
         held = held_by(tensor.shape for tensor in tensors.values())
     decoder = decoder_from_config(values, path, held)
+    names = declared_names(tensors if index is None else index.names, decoder)
+    decoder = with_stored_head(decoder, names.keys())
     pooling = None
     if decoder.head is None:
         pooling = read_pooling(folder, values, decoder)
@@ -59,7 +63,7 @@ def spec_from_folder(folder: Path, *, by_index: bool = False) -> ModelSpec:
     if index is not None:
         counted, weight_bytes = None, index.num_bytes
     else:
-        counted = [tensor for tensor in tensors.values() if not decoder.is_ignored(tensor.name)]
+        counted = [tensors[at] for name, at in names.items() if not decoder.is_ignored(name)]
         weight_bytes = sum(tensor.num_bytes for tensor in counted)
     if counted is None or quantization is not None:
         # An index has no shapes, and one stored element may hold several quantized weights.
@@ -95,5 +99,7 @@ def check_config(folder: Path) -> None:
 
 
 def _dtype(values: dict[str, Any]) -> str | None:
-    value = values.get("dtype") or values.get("torch_dtype")
+    text = values.get("text_config")
+    found = [each.get(key) for each in (values, text) if isinstance(each, dict) for key in ("dtype", "torch_dtype")]
+    value = next(filter(None, found), None)
     return value.removeprefix("torch.") if isinstance(value, str) else None

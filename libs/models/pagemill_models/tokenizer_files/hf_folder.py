@@ -85,7 +85,9 @@ class _Folder:
 
     def _declared_eos_ids(self, eos_token: str | None) -> list[int | None]:
         generation = self._generation.get("eos_token_id")
-        config = self._config.get("eos_token_id")
+        text = self._config.get("text_config")
+        of_text = text.get("eos_token_id") if isinstance(text, dict) else None
+        config = self._config.get("eos_token_id", of_text)
         own = self._ids.get(eos_token) if eos_token is not None else None
         return [*_as_ids(generation), *_as_ids(config), own]
 
