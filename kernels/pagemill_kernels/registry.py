@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from pagemill_kernels.experts.parts import ExpertParts, FusedExperts, Gate
     from pagemill_kernels.linear.packed import PackedLinear
+    from pagemill_kernels.recurrent.batch import StateBatch
     from pagemill_kernels.sampling.batch import SampledTokens, SamplingBatch
 
 Backend = Literal["reference", "cpu", "cpu_native", "cpu_bfloat16", "cpu_onednn", "triton"]
@@ -122,8 +123,12 @@ _IMPLEMENTATIONS: dict[str, dict[Backend, str]] = {
         "cpu_native": "torch_ops:paged_attention",
         "triton": "paged_attention.triton_launch:paged_attention",
     },
-    "causal_convolution": {"reference": "recurrent.reference:causal_convolution"},
-    "delta_rule": {"reference": "recurrent.reference:delta_rule"},
+    "plan_states": {"reference": "recurrent.plan:plan_states", "cpu_native": "torch_ops:plan_states"},
+    "causal_convolution": {
+        "reference": "recurrent.reference:causal_convolution",
+        "cpu_native": "torch_ops:causal_convolution",
+    },
+    "delta_rule": {"reference": "recurrent.reference:delta_rule", "cpu_native": "torch_ops:delta_rule"},
     "sample_tokens": {
         "reference": "sampling.reference:sample_tokens",
         "triton": "sampling.triton_launch:sample_tokens",
@@ -226,6 +231,7 @@ class Ops(NamedTuple):
     gather_rows: Callable[[Tensor, Tensor], Tensor]
     plan_attention: Callable[..., Any]
     paged_attention: Callable[..., Tensor]
+    plan_states: Callable[[StateBatch], Any]
     causal_convolution: Callable[..., Tensor]
     delta_rule: Callable[..., Tensor]
     sample_tokens: Callable[[Tensor, SamplingBatch], SampledTokens]

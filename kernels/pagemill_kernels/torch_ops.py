@@ -27,6 +27,9 @@ from pagemill_kernels.norm import native as norm
 from pagemill_kernels.norm import reference as norm_reference
 from pagemill_kernels.paged_attention import native as attention
 from pagemill_kernels.paged_attention.batch import AttentionBatch
+from pagemill_kernels.recurrent import native as recurrent
+from pagemill_kernels.recurrent.batch import StateBatch
+from pagemill_kernels.recurrent.reference import DeltaHeads
 from pagemill_kernels.rope import native as rope
 from pagemill_kernels.torch_arrays import from_torch, to_torch
 
@@ -54,6 +57,31 @@ def rope_and_store(heads: Tensor, num_heads: int, cos: Tensor, sin: Tensor, cach
 
 def store(heads: Tensor, num_heads: int, cache: Tensor, slots: Tensor) -> None:
     rope.store(from_torch(heads), num_heads, from_torch(cache), from_torch(slots))
+
+
+def plan_states(batch: StateBatch) -> recurrent.NativeStates:
+    return recurrent.NativeStates(batch)
+
+
+def causal_convolution(
+    x: Tensor, taps: Tensor, windows: Tensor, inputs: Tensor, plan: recurrent.NativeStates
+) -> Tensor:
+    of_layer = from_torch(taps), from_torch(windows), from_torch(inputs)
+    return to_torch(recurrent.causal_convolution(from_torch(x.float()), *of_layer, plan))
+
+
+def delta_rule(
+    x: Tensor,
+    rates: Tensor,
+    gates: Tensor,
+    heads: DeltaHeads,
+    states: Tensor,
+    log: Tensor,
+    plan: recurrent.NativeStates,
+) -> Tensor:
+    of_step = from_torch(x), from_torch(rates.float()), from_torch(gates.float())
+    of_heads = from_torch(heads.decays), from_torch(heads.biases), from_torch(heads.norm.float())
+    return to_torch(recurrent.delta_rule(*of_step, *of_heads, heads.eps, from_torch(states), from_torch(log), plan))
 
 
 def plan_attention(batch: AttentionBatch, sliding_window: int | None, dtype: torch.dtype, device: torch.device) -> Plan:

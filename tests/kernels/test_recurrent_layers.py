@@ -2,34 +2,59 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from pagemill_kernels.cpu import library
 from pagemill_kernels.recurrent.batch import StateBatch
-from pagemill_kernels.recurrent.plan import plan_states
-from pagemill_kernels.recurrent.reference import DeltaInputs, causal_convolution, delta_rule
+from pagemill_kernels.recurrent.reference import DeltaHeads
+from pagemill_kernels.registry import Backend, resolve
 
 BLOCK = 16
 KEYS, VALUES, KEY_DIM, VALUE_DIM, WIDTH = 2, 6, 8, 12, 3
 CHANNELS = 5
 ZERO_SLOT = 64
+HEADS = DeltaHeads(
+    -torch.linspace(0.001, 0.2, VALUES), torch.linspace(-1, 1, VALUES), torch.linspace(1, -1, VALUE_DIM), 1e-3
+)
+
+
+class DeltaInputs(NamedTuple):
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    rates: Tensor
+    gates: Tensor
+
+    @property
+    def x(self) -> Tensor:
+        return torch.cat([each.flatten(1) for each in self[:3]], 1)
+
+
+@pytest.fixture(params=["reference", "cpu_native"])
+def backend(request: pytest.FixtureRequest) -> str:
+    if request.param == "cpu_native" and library.load() is None:
+        pytest.skip(f"no native kernels: {library.unavailable_reason()}")
+    return str(request.param)
 
 
 def tokens(count: int, seed: int) -> tuple[DeltaInputs, Tensor]:
     torch.manual_seed(seed)
-    decay = -torch.rand(count, VALUES) * 0.2
     shapes = (KEYS, KEY_DIM), (KEYS, KEY_DIM), (VALUES, VALUE_DIM)
     query, key, value = (torch.randn(count, *shape) for shape in shapes)
-    return DeltaInputs(query, key, value, decay, torch.rand(count, VALUES)), torch.randn(count, CHANNELS)
+    rates, gates = torch.randn(count, 2 * VALUES), torch.randn(count, VALUES * VALUE_DIM)
+    return DeltaInputs(query, key, value, rates, gates), torch.randn(count, CHANNELS)
 
 
-def plain(inputs: DeltaInputs, x: Tensor, weight: Tensor) -> tuple[Tensor, list[Tensor], Tensor]:
+def plain(inputs: DeltaInputs, x: Tensor, taps: Tensor) -> tuple[Tensor, list[Tensor], Tensor]:
     """Return the outputs, the states behind all tokens and the convolution, taken token by token in float64."""
-    query, key, value, decay, rate = (each.double() for each in inputs)
+    query, key, value, rates, gates = (each.double() for each in inputs)
+    decay = HEADS.decays * torch.nn.functional.softplus(rates[:, VALUES:] + HEADS.biases)
+    rate = rates[:, :VALUES].sigmoid()
     query, key = (each / (each.square().sum(-1, keepdim=True) + 1e-6).sqrt() for each in (query, key))
     query, key = (each.repeat_interleave(VALUES // KEYS, 1) for each in (query * KEY_DIM**-0.5, key))
     state, outputs, states = torch.zeros(VALUES, KEY_DIM, VALUE_DIM, dtype=torch.float64), [], []
@@ -40,14 +65,19 @@ def plain(inputs: DeltaInputs, x: Tensor, weight: Tensor) -> tuple[Tensor, list[
         outputs.append(torch.einsum("hkv,hk->hv", state, query[at]))
         states.append(state)
     before = torch.cat([torch.zeros(WIDTH - 1, CHANNELS), x]).double()
-    convolved = sum(before[offset : offset + len(x)] * weight[:, offset] for offset in range(WIDTH))
-    return torch.stack(outputs), states, torch.nn.functional.silu(convolved)
+    convolved = sum(before[offset : offset + len(x)] * taps[offset] for offset in range(WIDTH))
+    out = torch.stack(outputs)
+    out = out * (out.square().mean(-1, keepdim=True) + HEADS.eps).rsqrt() * HEADS.norm
+    out = out * torch.nn.functional.silu(gates).view(out.shape)
+    return out, states, torch.nn.functional.silu(convolved)
 
 
 class Rows:
     """Rows with logs and states, to which steps are given by hand."""
 
-    def __init__(self, num_rows: int) -> None:
+    def __init__(self, backend: Backend, num_rows: int) -> None:
+        names = ("plan_states", "causal_convolution", "delta_rule")
+        self.plan, self.convolve, self.delta_rule = (resolve(name, backend) for name in names)
         nan = torch.nan  # nothing is read that was not written
         self.states = torch.full((ZERO_SLOT + 1, VALUES, KEY_DIM, VALUE_DIM), nan)
         self.windows = torch.full((ZERO_SLOT + 1, WIDTH - 1, CHANNELS), nan)
@@ -57,7 +87,7 @@ class Rows:
         self.slots = [ZERO_SLOT] * num_rows
         self.computed = [0] * num_rows
 
-    def step(self, pieces: dict[int, tuple[DeltaInputs, Tensor]], weight: Tensor, keep_all: bool) -> tuple[Any, ...]:
+    def step(self, pieces: dict[int, tuple[DeltaInputs, Tensor]], taps: Tensor, keep_all: bool) -> tuple[Any, ...]:
         rows, writes, counts = list(pieces), [], []
         sources = [self.slots[row] for row in rows]
         logged = [self.computed[row] % BLOCK for row in rows]
@@ -76,11 +106,11 @@ class Rows:
         batch = StateBatch(
             np.array(rows), loc, np.array(sources), np.array(logged), np.array(writes).reshape(-1, 3).astype(int), BLOCK
         )
-        plan = plan_states(batch)
+        plan = self.plan(batch)
         inputs = DeltaInputs(*(torch.cat(each) for each in zip(*(piece for piece, _ in pieces.values()), strict=True)))
         x = torch.cat([each for _, each in pieces.values()])
-        convolved = causal_convolution(x, weight, self.windows, self.inputs, plan)
-        outputs = delta_rule(inputs, self.states, self.log, plan)
+        convolved = self.convolve(x, taps, self.windows, self.inputs, plan)
+        outputs = self.delta_rule(inputs.x, inputs.rates, inputs.gates, HEADS, self.states, self.log, plan)
         return outputs.split(counts), convolved.split(counts), kept
 
 
@@ -90,13 +120,13 @@ def piece(inputs: DeltaInputs, x: Tensor, first: int, end: int) -> tuple[DeltaIn
 
 @pytest.mark.parametrize("most", [1, 5, 16, 40, 200])
 @pytest.mark.parametrize("keep_all", [False, True])
-def test_any_division_into_steps_gives_the_plain_recurrence(most: int, keep_all: bool) -> None:
+def test_any_division_into_steps_gives_the_plain_recurrence(most: int, keep_all: bool, backend: Backend) -> None:
     torch.manual_seed(most)
-    weight = torch.randn(CHANNELS, WIDTH)
+    taps = torch.randn(WIDTH, CHANNELS)
     lengths = (70, 33, 150)
     made = [tokens(length, seed) for seed, length in enumerate(lengths)]
-    expected = [plain(*each, weight) for each in made]
-    rows = Rows(len(lengths) + 1)
+    expected = [plain(*each, taps) for each in made]
+    rows = Rows(backend, len(lengths) + 1)
     while any(done < length for done, length in zip(rows.computed, lengths, strict=False)):
         pieces = {}
         for row, length in enumerate(lengths):
@@ -107,7 +137,7 @@ def test_any_division_into_steps_gives_the_plain_recurrence(most: int, keep_all:
         if not pieces:
             continue
         before = list(rows.computed)
-        outputs, convolved, kept = rows.step(pieces, weight, keep_all)
+        outputs, convolved, kept = rows.step(pieces, taps, keep_all)
         for row, out, wide in zip(pieces, outputs, convolved, strict=True):
             own = slice(before[row], rows.computed[row])
             torch.testing.assert_close(out.double(), expected[row][0][own], atol=2e-5, rtol=0)
@@ -120,14 +150,14 @@ def test_any_division_into_steps_gives_the_plain_recurrence(most: int, keep_all:
 
 
 @pytest.mark.full
-def test_states_after_4096_tokens_are_those_of_the_plain_recurrence() -> None:
-    weight = torch.randn(CHANNELS, WIDTH)
+def test_states_after_4096_tokens_are_those_of_the_plain_recurrence(backend: Backend) -> None:
+    taps = torch.randn(WIDTH, CHANNELS)
     made = tokens(4096, 1)
-    state = plain(*made, weight)[1][-1]
+    state = plain(*made, taps)[1][-1]
     for count in (1, 512, 4096):
-        rows = Rows(1)
+        rows = Rows(backend, 1)
         for first in range(0, 4096, count):
-            rows.step({0: piece(*made, first, first + count)}, weight, False)
+            rows.step({0: piece(*made, first, first + count)}, taps, False)
         torch.testing.assert_close(
             rows.states[rows.slots[0]].double(), state, atol=1e-5 * float(state.abs().max()), rtol=0
         )

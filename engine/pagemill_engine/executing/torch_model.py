@@ -19,7 +19,6 @@ from pagemill_engine.weights.source import WeightSource
 from pagemill_kernels.adapters.rows import AdapterRows
 from pagemill_kernels.arrays import Array
 from pagemill_kernels.ranks.group import RankGroup
-from pagemill_kernels.recurrent.plan import plan_states
 from pagemill_kernels.registry import Ops
 from pagemill_kernels.torch_arrays import TORCH_TYPES, from_torch, to_torch
 from pagemill_models.spec.model_spec import ModelSpec
@@ -135,5 +134,5 @@ class TorchModel:
             adapters=adapters,
             group=self._group,
             hidden=None if step.hidden is None else to_torch(step.hidden),
-            states=None if step.states is None else plan_states(step.states),
+            states=None if step.states is None else ops.plan_states(step.states),
         )

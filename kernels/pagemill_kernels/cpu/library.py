@@ -17,7 +17,7 @@ from pagemill_kernels.cpu import processor
 
 logger = logging.getLogger(__name__)
 
-ABI_VERSION = 21
+ABI_VERSION = 22
 PANEL = 16
 """Outputs of one panel of a packed weight."""
 ADAPTER_PANEL, ADAPTER_RANKS = 64, 8
@@ -233,6 +233,60 @@ class Ring(ctypes.Structure):
     )
 
 
+_STATE_ROWS = (
+    ("rows", c_void_p),
+    ("starts", c_void_p),
+    ("sources", c_void_p),
+    ("num_logged", c_void_p),
+    ("write_starts", c_void_p),
+    ("write_blocks", c_void_p),
+    ("write_slots", c_void_p),
+    ("num_requests", c_int64),
+    ("block_size", c_int64),
+    ("slot_stride", c_int64),
+    ("x_stride", c_int64),
+    ("num_threads", c_int32),
+    ("unused", c_int32),
+)
+
+
+class ConvolutionArgs(ctypes.Structure):
+    _fields_ = (
+        *_STATE_ROWS,
+        ("x", c_void_p),
+        ("taps", c_void_p),
+        ("windows", c_void_p),
+        ("inputs", c_void_p),
+        ("out", c_void_p),
+        ("channels", c_int64),
+        ("width", c_int64),
+    )
+
+
+class DeltaRuleArgs(ctypes.Structure):
+    _fields_ = (
+        *_STATE_ROWS,
+        ("x", c_void_p),
+        ("rates", c_void_p),
+        ("gates", c_void_p),
+        ("decays", c_void_p),
+        ("biases", c_void_p),
+        ("norm", c_void_p),
+        ("states", c_void_p),
+        ("log", c_void_p),
+        ("out", c_void_p),
+        ("gate_stride", c_int64),
+        ("log_stride", c_int64),
+        ("log_values", c_int64),
+        ("num_keys", c_int64),
+        ("num_values", c_int64),
+        ("key_dim", c_int64),
+        ("value_dim", c_int64),
+        ("eps", c_float),
+        ("padding", c_int32),
+    )
+
+
 _SIGNATURES = {
     "pagemill_linear": (
         POINTER(PackedWeight), c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_int32, c_int32,
@@ -259,6 +313,8 @@ _SIGNATURES = {
         c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int32, c_void_p, c_int64, c_int64,
         c_int32,
     ),
+    "pagemill_causal_convolution": (POINTER(ConvolutionArgs),),
+    "pagemill_delta_rule": (POINTER(DeltaRuleArgs),),
     "pagemill_silu_and_mul": (c_void_p, c_int64, c_int64, c_void_p, c_int32, c_int32),
     "pagemill_experts": (
         c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64,

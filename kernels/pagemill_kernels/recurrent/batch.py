@@ -24,3 +24,9 @@ class StateBatch(NamedTuple):
     writes: Ints
     """[states to write, 3]: request, blocks behind its state, slot. Of a request they rise."""
     block_size: int
+
+    @property
+    def write_starts(self) -> Ints:
+        """[requests + 1]: first of the writes of each."""
+        counts = np.bincount(self.writes[:, 0], minlength=len(self.rows))
+        return np.concatenate(([0], np.cumsum(counts)))

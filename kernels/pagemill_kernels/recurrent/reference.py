@@ -14,33 +14,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pagemill_kernels.norm.reference import rms_norm
 from pagemill_kernels.recurrent.plan import StatePlan
 
 NORM_EPS = 1e-6
 
 
-class DeltaInputs(NamedTuple):
-    """A step's tokens. The keys' heads divide the values'."""
+class DeltaHeads(NamedTuple):
+    """The weights of a delta rule's heads, float32."""
 
-    query: Tensor
-    """[tokens, key heads, key_dim]."""
-    key: Tensor
-    value: Tensor
-    """[tokens, value heads, value_dim]."""
-    decay: Tensor
-    """[tokens, value heads]: logarithms."""
-    rate: Tensor
-    """[tokens, value heads]."""
+    decays: Tensor
+    """[value heads]: at most 0."""
+    biases: Tensor
+    norm: Tensor
+    """[value_dim]."""
+    eps: float
 
 
-def causal_convolution(x: Tensor, weight: Tensor, windows: Tensor, inputs: Tensor, plan: StatePlan) -> Tensor:
+def causal_convolution(x: Tensor, taps: Tensor, windows: Tensor, inputs: Tensor, plan: StatePlan) -> Tensor:
     """Return silu of the convolution of each token's values with those of the tokens before, [tokens, channels].
 
-    x: [tokens, channels]. weight: [channels, width]. windows: [slots, width - 1, channels], the values before each
+    x: [tokens, channels]. taps: [width, channels]. windows: [slots, width - 1, channels], the values before each
     state's boundary, where those of new states are written. inputs: [rows, width - 1, channels], the last values of
     each row.
     """
-    width = weight.shape[1]
+    width = len(taps)
     num_before = width - 1
     starts, ends = plan.starts, plan.ends
     before = torch.where(plan.is_behind[:, None, None], inputs[plan.rows], windows[plan.sources])
@@ -53,25 +51,33 @@ def causal_convolution(x: Tensor, weight: Tensor, windows: Tensor, inputs: Tenso
     padded[(firsts[:, None] + steps).flatten()] = before.flatten(0, 1)
     out = torch.zeros(x.shape, dtype=torch.float32)
     for offset in range(width):
-        out += padded[own - num_before + offset] * weight[:, offset]
+        out += padded[own - num_before + offset] * taps[offset]
     lasts = firsts + (ends - starts)
     inputs[plan.rows] = padded[lasts[:, None] + steps]
     windows[plan.kept_slots] = padded[(firsts[plan.kept_requests] + plan.kept_tokens)[:, None] + steps]
     return F.silu(out)
 
 
-def delta_rule(inputs: DeltaInputs, states: Tensor, log: Tensor, plan: StatePlan) -> Tensor:
-    """Return the outputs, [tokens, value heads, value_dim], and write states and log.
+def delta_rule(
+    x: Tensor, rates: Tensor, gates: Tensor, heads: DeltaHeads, states: Tensor, log: Tensor, plan: StatePlan
+) -> Tensor:
+    """Return the outputs, [tokens, value heads, value_dim], each normalised and times silu(gate); write states and log.
 
+    x: [tokens, ...], the queries and keys of all key heads, then the values of all value heads; key heads divide value
+    heads. rates: [tokens, 2 * value heads]: b is the sigmoid of the first half, g = decays * softplus(the second +
+    biases). gates: [tokens, value heads * value_dim].
     states: [slots, value heads, key_dim, value_dim]. log: [rows, places, values of a token].
     """
-    query, key, value, decay, rate = inputs
-    num_keys, key_dim = key.shape[1:]
-    num_values, value_dim = value.shape[1:]
+    num_values, key_dim, value_dim = states.shape[1:]
+    num_keys = (x.shape[1] - num_values * value_dim) // (2 * key_dim)
+    query, key = x[:, : 2 * num_keys * key_dim].reshape(len(x), 2, num_keys, key_dim).unbind(1)
+    value = x[:, 2 * num_keys * key_dim :].reshape(len(x), num_values, value_dim)
     sizes = [num_keys * key_dim, num_values * value_dim, num_values]
     query, key = _of_length_one(query) * key_dim**-0.5, _of_length_one(key)
     logged = torch.split(log[plan.log_rows, plan.log_places], sizes, -1)
     groups = _Groups(plan)
+    rate, step = rates.float().chunk(2, -1)
+    rate, decay = rate.sigmoid(), heads.decays * F.softplus(step + heads.biases)
     queries = groups.fill(query)
     keys = groups.fill(key, logged[0].reshape(-1, num_keys, key_dim))
     decays = groups.fill(decay, logged[2]).cumsum(2)
@@ -108,7 +114,8 @@ def delta_rule(inputs: DeltaInputs, states: Tensor, log: Tensor, plan: StatePlan
     log[plan.new_rows, plan.new_places] = torch.cat(
         [key[plan.new_tokens].flatten(1), corrected.transpose(1, 2)[at].flatten(1), decay[plan.new_tokens]], -1
     )
-    return outputs.transpose(1, 2)[plan.groups, plan.places]
+    out = rms_norm(outputs.transpose(1, 2)[plan.groups, plan.places], heads.norm.float(), heads.eps)
+    return out * F.silu(gates.float().reshape(out.shape))
 
 
 class _Groups:

@@ -17,7 +17,6 @@ from hybrid_models import MODELS, QWEN, VARIANTS, check_greedy, prompts_of, writ
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.decoders.step_model import StateArrays
-from pagemill_engine.executing import torch_model
 from pagemill_engine.executing.inputs import StateRows
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.weights.errors import LoadError
@@ -212,13 +211,7 @@ def test_planted_faults_are_detected(fault: str, load: Load, monkeypatch: pytest
     hybrid = load("qwen3.5-moe")
     prompts = [prompt for prompt in prompts_of((40, 90)) for _ in range(2)]
     spoil(hybrid.runner)
-    plan_states, admit, gather = torch_model.plan_states, StateRows.admit, StateRows.gather
-
-    def planned(batch: StateBatch) -> Any:
-        plan = plan_states(batch)
-        if fault == "a window is shifted":
-            return plan._replace(kept_tokens=(plan.kept_tokens - 1).clamp(min=0))
-        return plan_states(batch._replace(num_logged=np.maximum(batch.num_logged - 1, 0)))
+    admit, gather = StateRows.admit, StateRows.gather
 
     def admitted(rows: StateRows, row: int, sequence: Any) -> None:
         slot = rows._slots[row]
@@ -228,17 +221,20 @@ def test_planted_faults_are_detected(fault: str, load: Load, monkeypatch: pytest
 
     def gathered(rows: StateRows, inputs: Any, computed: Any) -> StateBatch:
         batch = gather(rows, inputs, computed)
-        for request, row in enumerate(batch.rows):
-            if request in batch.writes[:, 0] and batch.num_logged[request]:
-                rows._slots[row] = batch.sources[request]
+        if fault == "a window is shifted":
+            last = hybrid.runner.kv_cache.layers[0].inputs
+            last[:] = np.roll(last, 1, axis=1)
+        elif fault == "a state lacks a token":
+            return batch._replace(num_logged=np.maximum(batch.num_logged - 1, 0))
+        else:
+            again = np.intersect1d(batch.writes[:, 0], np.flatnonzero(batch.num_logged))
+            rows._slots[batch.rows[again]] = batch.sources[again]
         return batch
 
-    if fault in ("a window is shifted", "a state lacks a token"):
-        monkeypatch.setattr(torch_model, "plan_states", planned)
-    elif fault == "folded twice":
-        monkeypatch.setattr(StateRows, "gather", gathered)
-    else:
+    if fault == "a state is not zeroed at admission":
         monkeypatch.setattr(StateRows, "admit", admitted)
+    else:
+        monkeypatch.setattr(StateRows, "gather", gathered)
     with pytest.raises(AssertionError):
         hybrid.check(prompts, waves=True, max_num_batched_tokens=25)
 

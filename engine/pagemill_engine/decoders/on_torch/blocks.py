@@ -9,13 +9,12 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from pagemill_engine.decoders.on_torch.context import ForwardContext, ProductContext, StateTensors
-from pagemill_engine.decoders.on_torch.layers import Layer, Linear, Norm, VectorWeights
+from pagemill_engine.decoders.on_torch.layers import Layer, Linear, Norm, Taps, VectorWeights
 from pagemill_engine.decoders.row_order import norm_order, qkv_order
-from pagemill_kernels.recurrent.reference import DeltaInputs
+from pagemill_kernels.recurrent.reference import DeltaHeads
 from pagemill_kernels.registry import Ops
 from pagemill_kernels.rope.reference import HeadNorms
 from pagemill_models.declaration.caches import DeltaRuleSpec
@@ -129,33 +128,23 @@ class DeltaRule:
         self.inputs = Linear(spec.inputs, ops, dtype, number)
         self.rates = Linear(spec.rates, ops, dtype, number + 1)
         self.output = Linear(spec.output, ops, dtype, number + 2)
-        self.kernel = VectorWeights(f"{spec.name}.conv1d.weight", (spec.channels, 1, spec.width), ops)
+        self.taps = Taps(f"{spec.name}.conv1d.weight", (spec.channels, 1, spec.width), ops)
         self.decay = VectorWeights(f"{spec.name}.A_log", heads, ops)
         self.bias = VectorWeights(f"{spec.name}.dt_bias", heads, ops)
         self.norm = Norm(spec.norm, ops, dtype)
 
     def layers(self) -> Iterator[Layer]:
-        yield from (self.inputs, self.rates, self.output, self.kernel, self.decay, self.bias, self.norm)
+        yield from (self.inputs, self.rates, self.output, self.taps, self.decay, self.bias, self.norm)
 
     def inner(self, x: Tensor, context: ForwardContext) -> Tensor:
         spec, plan, cache = self.spec, context.states, context.kv_caches[self._layer]
-        assert plan is not None
         assert isinstance(cache, StateTensors)
-        keys, values = spec.num_key_heads * spec.key_dim, spec.num_value_heads * spec.value_dim
-        mixed, gate = torch.split(self.inputs(x, context), [spec.channels, values], -1)
-        rate, step = self.rates(x, context).float().chunk(2, -1)
-        mixed = self._ops.causal_convolution(mixed, self.kernel.values[:, 0], cache.windows, cache.inputs, plan)
-        query, key, value = torch.split(mixed, [keys, keys, values], -1)
-        inputs = DeltaInputs(
-            query.reshape(len(x), -1, spec.key_dim),
-            key.reshape(len(x), -1, spec.key_dim),
-            value.reshape(len(x), -1, spec.value_dim),
-            -self.decay.values.exp() * F.softplus(step + self.bias.values),
-            rate.sigmoid(),
-        )
-        out = self._ops.delta_rule(inputs, cache.states, cache.log, plan)
-        out = self.norm(out.to(self.dtype).view(-1, spec.value_dim)).float()
-        return (out * F.silu(gate.float().reshape(out.shape))).to(self.dtype).view(len(x), -1)
+        mixed, gate = torch.split(self.inputs(x, context), [spec.channels, spec.num_value_heads * spec.value_dim], -1)
+        mixed = self._ops.causal_convolution(mixed, self.taps.values, cache.windows, cache.inputs, plan)
+        heads = DeltaHeads(-self.decay.values.exp(), self.bias.values, self.norm.weight, self.norm.eps)
+        rates = self.rates(x, context)
+        out = self._ops.delta_rule(mixed, rates, gate, heads, cache.states, cache.log, plan)
+        return out.to(self.dtype).view(len(x), -1)
 
 
 class MLP:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from pagemill_kernels.adapters.rows import AdapterRows
 from pagemill_kernels.ranks.group import RankGroup
-from pagemill_kernels.recurrent.plan import StatePlan
 
 
 class ProductContext(Protocol):
@@ -67,8 +66,8 @@ class ForwardContext:
     """The adapters of the step's tokens."""
     group: RankGroup[Tensor] | None = None
     """The ranks that compute this model together."""
-    states: StatePlan | None = None
-    """The step's rows for recurrent layers; None: the model has none."""
+    states: Any = None
+    """The step's rows for recurrent layers, as `Ops.plan_states` returns them; None: the model has none."""
 
     def vectors(self, layer: int) -> Tensor:
         """Return the cache of a layer's keys and values."""

@@ -163,6 +163,14 @@ class VectorWeights:
         return self.values
 
 
+class Taps(VectorWeights):
+    """The kernel of a convolution of single channels, stored as [channels, 1, width], as [width, channels]."""
+
+    def load(self, source: TensorSource) -> None:
+        super().load(source)
+        self.values = self.values[:, 0].T.contiguous()
+
+
 class Embedding:
     """A table of rows, stored as a linear layer's weight, so that it can share a tied head's matrix."""
 

@@ -5,7 +5,7 @@
 
 namespace pagemill {
 
-constexpr int32_t kAbiVersion = 21;
+constexpr int32_t kAbiVersion = 22;
 
 // The first four formats, kFloats8 (e4m3) and kFloats4 (values of a table) are multiplied in float32. kDots4 and kDots8
 // round activations to 16-bit integers (dots.cpp), kPairs rounds them to bfloat16 (bfloat16.cpp). From
@@ -164,6 +164,56 @@ struct ExpertsWeights {
   int32_t renormalized;
   int32_t activation;  // Activation; experts are gated
   float limit;         // 0: none
+};
+
+// The rows of a step for recurrent layers; recurrent/batch.py.
+struct StateRows {
+  const int64_t* rows;        // [num_requests]: of the logs
+  const int64_t* starts;      // [num_requests + 1]: first token of each
+  const int64_t* sources;     // [num_requests]: slots of their states
+  const int64_t* num_logged;  // [num_requests]: tokens since their states
+  const int64_t* write_starts;  // [num_requests + 1], in the next two: blocks behind the state, rising, and slots
+  const int64_t* write_blocks;
+  const int64_t* write_slots;
+  int64_t num_requests;
+  int64_t block_size;
+  int64_t slot_stride;  // floats between the states or windows of two slots
+  int64_t x_stride;     // floats between two tokens of x
+  int32_t num_threads;
+  int32_t unused;
+};
+
+// A causal convolution of each channel; recurrent.cpp.
+struct ConvolutionArgs : StateRows {
+  const float* x;
+  const float* taps;  // [width][channels]
+  float* windows;     // [slots][width - 1][channels]
+  float* inputs;      // [rows][width - 1][channels]
+  float* out;         // [tokens][channels]
+  int64_t channels;
+  int64_t width;
+};
+
+// The gated delta rule with a gated norm; recurrent.cpp.
+struct DeltaRuleArgs : StateRows {
+  const float* x;      // [tokens]: queries and keys of all key heads, values of all value heads
+  const float* rates;  // [tokens][2 * num_values]: what rates are the sigmoid of, and what decays are computed from
+  const float* gates;  // [tokens]: of all value heads
+  const float* decays;  // [num_values]: factors of the softplus of a rate and its bias
+  const float* biases;  // [num_values]
+  const float* norm;    // [value_dim]
+  float* states;        // [slots][num_values][key_dim][value_dim]
+  float* log;           // [rows][block_size or more][log_values]: keys, corrected values, decays
+  float* out;           // [tokens][num_values][value_dim]
+  int64_t gate_stride;  // floats between two tokens
+  int64_t log_stride;   // floats between two rows
+  int64_t log_values;
+  int64_t num_keys;
+  int64_t num_values;
+  int64_t key_dim;
+  int64_t value_dim;
+  float eps;  // of the norm
+  int32_t padding;
 };
 
 // A decoder layer: attention and an MLP, each added to the residual stream; layer.cpp. Absent parts are null.
