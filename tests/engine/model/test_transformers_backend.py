@@ -41,6 +41,29 @@ MODELS: dict[str, dict[str, Any]] = {
     "Glm4ForCausalLM": {"partial_rotary_factor": 0.5},
     "Ernie4_5ForCausalLM": {"num_key_value_heads": 1, "tie_word_embeddings": True},
     "HunYuanDenseV1ForCausalLM": {},
+    "Dots1ForCausalLM": {
+        "n_routed_experts": 5,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    "FlexOlmoForCausalLM": {"num_experts": 5, "num_experts_per_tok": 2, "output_router_logits": True},
+    "PhimoeForCausalLM": {"num_local_experts": 4, "num_experts_per_tok": 2, "router_jitter_noise": 0.1},
+    "HunYuanMoEV1ForCausalLM": {"num_experts": 4, "moe_topk": 2},
+    "GraniteMoeForCausalLM": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "GraniteMoeSharedForCausalLM": {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 40},
+    "Glm4MoeForCausalLM": {
+        "n_routed_experts": 5,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+    },
 }
 LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 PROMPTS: list[list[int]] = [[3 + 7 * at % 190 for at in range(length)] for length in (1, 2, 16, 33, 90)]
@@ -69,7 +92,7 @@ def generated(model: Any) -> list[list[int]]:
     return answers
 
 
-@pytest.mark.sample("*-HeliumForCausalLM", "*-Ernie4_5ForCausalLM")
+@pytest.mark.sample("*-HeliumForCausalLM", "cpu-FlexOlmoForCausalLM", "cpu_native-Dots1ForCausalLM")
 @pytest.mark.parametrize("name", MODELS)
 def test_answers_equal_those_of_generate(
     name: str, tmp_path: Path, backend: str, runner_loader: Callable[..., Any], make_driver: Callable[[Any], Any]

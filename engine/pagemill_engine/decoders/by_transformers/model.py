@@ -82,10 +82,15 @@ class TransformersDecoder:
 class _Passthrough(nn.Module):
     """Replaces the layers and returns its input."""
 
-    def forward(self, inputs_embeds: Tensor, **_: Any) -> SimpleNamespace:
-        return SimpleNamespace(
-            last_hidden_state=inputs_embeds, past_key_values=None, hidden_states=None, attentions=None
-        )
+    def forward(self, inputs_embeds: Tensor, **_: Any) -> _Hidden:
+        return _Hidden(last_hidden_state=inputs_embeds)
+
+
+class _Hidden(SimpleNamespace):
+    """What a head's class reads of its layers' output: hidden states. Everything else, as routers' logits, is None."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
 
 
 class _Weights:
@@ -118,6 +123,7 @@ def _load(path: Path, spec: ModelSpec, dtype: torch.dtype) -> Any:
         raise _unsupported(spec, f"transformers {transformers.__version__} does not load it: {why}") from error
     if not model._supports_attention_backend or model._is_stateful:
         raise _unsupported(spec, "its class in transformers has an attention or a state of its own")
+    model.config.output_router_logits = False  # the head's class would compute a loss from them
     model.train(False)
     return model.requires_grad_(False)
 

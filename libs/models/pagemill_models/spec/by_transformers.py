@@ -87,10 +87,11 @@ def _layer(name: str, size: int, num_heads: int, num_kv_heads: int, head_dim: in
 
 def _check(config: ConfigValues) -> None:
     num_layers = config.size("num_layers", "num_hidden_layers")
-    kinds = set(config.layer_types(num_layers) or ["full_attention"]) - {"full_attention"}
+    declared = config.layer_types(num_layers)
+    kinds = set(declared or ()) - {"full_attention"}
     if kinds:
         raise config.unsupported(f"layers of the kind `{min(kinds)}`, which its class in transformers would need")
-    windowed = config.flag("use_sliding_window", True) and config.has("sliding_window")
+    windowed = declared is None and config.flag("use_sliding_window", True) and config.has("sliding_window")
     used = [key for key in _OTHER_STATE if config.in_use(key)] + (["sliding_window"] if windowed else [])
     if used:
         raise config.unsupported(f"`{used[0]}` (by its class in transformers)")
