@@ -194,13 +194,14 @@ class LLM:
     ) -> list[ScoringRequestOutput]:
         """Score how well the texts of each pair match: one of `data_1` with each of `data_2`, or pair by pair.
 
-        The score is that of a cross-encoder, or the cosine of two embeddings. Raises like `embed`.
+        The score is that of a cross-encoder, or the similarity of two embeddings. Raises like `embed`.
         """
         check_none(lora_request)
         pooled = pairs_to_score(self._encoder, data_1, data_2, truncate_prompt_tokens)
         num_seconds = 1 if isinstance(data_2, str) else len(data_2)
-        embeds = any(prompt.params.task == "embed" for prompt in pooled)
-        return scores_of(self._pool(pooled, use_tqdm), num_seconds, embeds=embeds)
+        model = self._encoder.tokenizer.bundle.pooling
+        how = model.similarity if model is not None and model.task == "embed" else None
+        return scores_of(self._pool(pooled, use_tqdm), num_seconds, how)
 
     def reset_prefix_cache(self) -> bool:
         """Drop all cached prompts. Returns True: between calls nothing runs that could prevent it."""

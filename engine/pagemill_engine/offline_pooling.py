@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pagemill_api.dialects.vectors.parts import POOLED, cosines
+from pagemill_api.dialects.vectors.parts import POOLED, similarities
 from pagemill_api.dialects.vectors.texts import TextEncoder
 from pagemill_engine.offline import Prompt, prompts_of
 from pagemill_engine.offline_prompts import PromptEncoder
@@ -23,7 +23,7 @@ from pagemill_engine.output.results import (
 )
 from pagemill_protocol.errors import invalid_field, show_python
 from pagemill_protocol.request.generate import GenerateRequest
-from pagemill_protocol.request.pooling import PoolingParams, check_task
+from pagemill_protocol.request.pooling import PoolingParams, Similarity, check_task
 
 
 class PooledPrompt(NamedTuple):
@@ -86,16 +86,16 @@ def embedding_of(vector: PromptVector) -> EmbeddingRequestOutput:
     return EmbeddingRequestOutput(vector.request_id, EmbeddingOutput(vector.values.tolist()), vector.token_ids)
 
 
-def scores_of(vectors: Sequence[PromptVector], num_seconds: int, *, embeds: bool) -> list[ScoringRequestOutput]:
+def scores_of(vectors: Sequence[PromptVector], num_seconds: int, how: Similarity | None) -> list[ScoringRequestOutput]:
     """Return the scores.
 
-    `embeds`: the vectors are embeddings, of all first texts, then of `num_seconds` second ones.
+    `how`: the vectors are embeddings, of all first texts, then of `num_seconds` second ones, and compared in this way.
     """
-    if not embeds:
+    if how is None:
         return [_score(vector, float(vector.values[0])) for vector in vectors]
     firsts, seconds = vectors[:-num_seconds], vectors[-num_seconds:]
     paired = zip(list(firsts) * (num_seconds // len(firsts)), seconds, strict=True)
-    return [_score(second, cosines(first.values, [second.values])[0]) for first, second in paired]
+    return [_score(second, similarities(first.values, [second.values], how)[0]) for first, second in paired]
 
 
 def _score(vector: PromptVector, score: float) -> ScoringRequestOutput:

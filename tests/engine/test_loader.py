@@ -443,6 +443,13 @@ def test_folders_of_other_formats_are_skipped() -> None:
     assert selected(None, *paths) == set(paths[:3])
 
 
+def test_modules_in_folders_of_their_own_are_fetched_with_their_weights() -> None:
+    modules = ("1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors")
+    others = ("onnx/config.json", "2_Dense/pytorch_model.bin", "onnx/2_Dense/config.json")
+    assert selected(None, "config.json", "modules.json", *modules, *others) == {"config.json", "modules.json", *modules}
+    assert selected(None, "config.json", *modules) == {"config.json"}
+
+
 def test_weights_in_the_other_layout_alone_are_downloaded_for_the_engine_to_judge() -> None:
     assert "consolidated.safetensors" in selected(None, "config.json", "consolidated.safetensors")
 

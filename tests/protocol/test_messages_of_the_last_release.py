@@ -25,6 +25,10 @@ _REASONS = (
     "'ScaledDown', 'ScaledToZero', 'ScaledUp', 'SignalsMissing', 'Stabilizing', 'Steady', 'Woken'",
 )
 REVIEWED: dict[str, str] = {
+    "PoolingSpec.method: changed from {'enum': ['cls', 'last', 'mean']} to "
+    "{'enum': ['cls', 'last', 'max', 'mean', 'mean_sqrt_len', 'weighted_mean']}; " + REFUSED: (
+        "engines of the last release serve no model with the new ones"
+    ),
     f"Decision.reason: changed from {{'enum': [{', '.join(_REASONS)}]}} to "
     f"{{'enum': ['AtMaximum', {_REASONS[0]}, 'Saturated', {_REASONS[1]}]}}; " + REFUSED: (
         "operators leave out kept records that they cannot read; `pagemill why` names the command to use"

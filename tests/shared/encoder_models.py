@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 VOCAB_SIZE = 640
@@ -65,25 +66,43 @@ def write_encoder(name: str, config: dict[str, Any], folder: Path) -> Any:
     return model
 
 
-def write_modules(folder: Path, method: str = "mean", *, normalize: bool = True, **more: Any) -> None:
+def write_modules(
+    folder: Path, method: str = "mean", *, normalize: bool = True, dense: tuple[str, ...] = (), **more: Any
+) -> list[torch.nn.Linear]:
     """Write the files that tell sentence-transformers how to pool; `more` is added to
-    `config_sentence_transformers.json`.
+    `config_sentence_transformers.json`. `dense`: the activations of dense layers, of which each halves the vector.
+    Returns these layers.
     """
-    names = ["Transformer", "Pooling"] + ["Normalize"] * normalize
-    paths = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
+    names = ["Transformer", "Pooling", *(["Dense"] * len(dense)), *(["Normalize"] * normalize)]
     modules = [
-        {"idx": index, "name": str(index), "path": paths[name], "type": f"sentence_transformers.models.{name}"}
+        {
+            "idx": index, "name": str(index), "path": f"{index}_{name}" if index else "",
+            "type": f"sentence_transformers.models.{name}",
+        }
         for index, name in enumerate(names)
-    ]
+    ]  # fmt: skip
     (folder / "modules.json").write_text(json.dumps(modules))
     (folder / "1_Pooling").mkdir()
-    modes = {"cls": "cls_token", "mean": "mean_tokens", "last": "lasttoken"}
+    modes = {
+        "cls": "cls_token", "mean": "mean_tokens", "last": "lasttoken", "max": "max_tokens",
+        "mean_sqrt_len": "mean_sqrt_len_tokens", "weighted_mean": "weightedmean_tokens",
+    }  # fmt: skip
     size = json.loads((folder / "config.json").read_text())["hidden_size"]
     pooling: dict[str, Any] = {"word_embedding_dimension": size}
     pooling |= {f"pooling_mode_{mode}": mode == modes[method] for mode in modes.values()}
     (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
     if more:
         (folder / "config_sentence_transformers.json").write_text(json.dumps(more))
+    return [_write_dense(folder / f"{2 + at}_Dense", size >> at, name) for at, name in enumerate(dense)]
+
+
+def _write_dense(folder: Path, size: int, activation: str) -> torch.nn.Linear:
+    layer = torch.nn.Linear(size, size // 2)
+    folder.mkdir()
+    values = {"in_features": size, "out_features": size // 2, "bias": True, "activation_function": activation}
+    (folder / "config.json").write_text(json.dumps(values))
+    save_file({f"linear.{name}": value.data for name, value in layer.named_parameters()}, folder / "model.safetensors")
+    return layer.requires_grad_(False)
 
 
 def write_wordpiece(folder: Path) -> None:

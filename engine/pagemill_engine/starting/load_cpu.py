@@ -13,8 +13,7 @@ from pagemill_engine.decoders.step_model import StepModel
 from pagemill_engine.executing.base import Runner
 from pagemill_engine.executing.eager import EagerRunner, ThreadedRunner
 from pagemill_engine.executing.kv_cache import KVCache
-from pagemill_engine.executing.pooling import Pooler
-from pagemill_engine.executing.pooling_runner import PoolingRunner
+from pagemill_engine.executing.pooling import Pooler, PoolingRunner
 from pagemill_engine.executing.row_adapters import RowAdapters, TorchTables, native_tables
 from pagemill_engine.sizing.budget import keeps_nothing
 from pagemill_engine.sizing.compute import Compute

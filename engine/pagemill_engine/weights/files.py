@@ -35,15 +35,15 @@ PIECE_BYTES = 2 * 1024**2
 class WeightFiles:
     """Open files of weights, named by their indices in `paths`."""
 
-    def __init__(self, paths: Sequence[Path]) -> None:
-        """Open the files. Raises `LoadError`."""
+    def __init__(self, paths: Sequence[Path], root: Path | None = None) -> None:
+        """Open the files. Raises `LoadError`. `root`: the model's folder, by default the one that contains a file."""
         self._paths = paths
         self._files: list[int] = []
         self._awaited = {number for number, path in enumerate(paths) if awaited_bytes(path) is not None}
         weakref.finalize(self, _close, self._files)
         for path in paths:
             try:
-                self._files.append(open_regular(path))
+                self._files.append(open_regular(path, root))
             except UnreadableModelError as error:
                 raise LoadError(error.reason, error.message) from error
         self._ahead = ReadAhead(self._files)

@@ -23,7 +23,7 @@ from pagemill_engine.weights.source import CutWeights, stored_bytes
 from pagemill_kernels.arrays import NUMPY_TYPES, Array, FloatType
 from pagemill_kernels.huge_pages import empty_weights
 from pagemill_kernels.linear.groups import CodeBlocks, GroupCodes
-from pagemill_models.files.safetensors_header import INDEX_FILE, TensorHeader, read_header, shard_paths, weight_map
+from pagemill_models.files.safetensors_header import INDEX_FILE, TensorHeader, read_shard, shard_paths, weight_map
 from pagemill_models.sharding.slices import Slices
 from pagemill_protocol.source_errors import UnreadableModelError
 
@@ -82,10 +82,10 @@ class SafetensorsFolder:
         self._folder = folder
         try:
             shards, promised = shard_paths(folder), weight_map(folder)
-            headers = [read_header(shard) for shard in shards]
+            headers = [read_shard(folder, shard) for shard in shards]
         except UnreadableModelError as error:
             raise LoadError("ModelUnreadable", error.message) from error
-        self._shards, self._files = shards, WeightFiles(shards)
+        self._shards, self._files = shards, WeightFiles(shards, folder)
         self._stored = {each.name: _Stored(file, each) for file, found in enumerate(headers) for each in found}
         _check_index(set(promised), set(self._stored), folder)
         self._parts = dict(part for name in self._stored for part in self._parts_of(name, stacked))

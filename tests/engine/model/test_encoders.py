@@ -6,6 +6,7 @@ The tests run prompts alone, in batches, in chunks, after preemption and with a 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -66,13 +67,31 @@ def request_of(prompt: list[int], name: str, pooling: PoolingParams | None) -> G
     return GenerateRequest(request_id=name, model="", prompt_token_ids=prompt, sampling=sampling, pooling=pooling)
 
 
-def vectors_of(model: Any, method: str, prompts: list[list[int]] = PROMPTS) -> torch.Tensor:
-    """Return the normalized vectors of transformers' class, computed for one prompt at a time."""
+def weighted(hidden: torch.Tensor) -> torch.Tensor:
+    weights = torch.arange(1.0, len(hidden) + 1)
+    return weights @ hidden / weights.sum()
+
+
+POOLS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "cls": lambda hidden: hidden[0],
+    "last": lambda hidden: hidden[-1],
+    "mean": lambda hidden: hidden.mean(0),
+    "max": lambda hidden: hidden.max(0).values,
+    "mean_sqrt_len": lambda hidden: hidden.sum(0) / len(hidden) ** 0.5,
+    "weighted_mean": weighted,
+}
+
+
+def pooled_by(model: Any, method: str, prompts: list[list[int]] = PROMPTS) -> torch.Tensor:
+    """Return what transformers' class computes for one prompt at a time, pooled."""
     base = getattr(model, "model", model)
-    pools = {"cls": lambda hidden: hidden[0], "last": lambda hidden: hidden[-1], "mean": lambda hidden: hidden.mean(0)}
     with torch.no_grad():
         states = [base(input_ids=torch.tensor([prompt])).last_hidden_state[0] for prompt in prompts]
-    return torch.stack([torch.nn.functional.normalize(pools[method](hidden), dim=0) for hidden in states])
+    return torch.stack([POOLS[method](hidden) for hidden in states])
+
+
+def vectors_of(model: Any, method: str, prompts: list[list[int]] = PROMPTS) -> torch.Tensor:
+    return torch.nn.functional.normalize(pooled_by(model, method, prompts), dim=1)
 
 
 @pytest.mark.parametrize("name", ENCODERS)
@@ -105,7 +124,8 @@ def test_the_torch_backend_equals_transformers(name: str, tmp_path: Path, monkey
     torch.testing.assert_close(pooled(core_of(tmp_path), PROMPTS), vectors_of(model, "cls"), atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("method", ["cls", "mean", "last"])
+@pytest.mark.sample("qwen3-*", "*-mean")
+@pytest.mark.parametrize("method", POOLS)
 @pytest.mark.parametrize("name", DECODERS)
 def test_pooled_decoders_equal_transformers_in_any_chunks(name: str, method: str, tmp_path: Path) -> None:
     model = write_encoder(*DECODERS[name], tmp_path)
@@ -117,6 +137,45 @@ def test_pooled_decoders_equal_transformers_in_any_chunks(name: str, method: str
         for _ in range(2):  # the second time with a prefix cache
             vectors = pooled(core, prompts)
             torch.testing.assert_close(vectors, expected[: len(prompts)], atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["encoder", "decoder"])
+def test_dense_layers_and_a_default_size_are_those_of_sentence_transformers(kind: str, tmp_path: Path) -> None:
+    """It cuts vectors after it normalized them. A request's size is cut before, as in vLLM."""
+    model = write_encoder(*(ENCODERS["bert"] if kind == "encoder" else DECODERS["qwen3"]), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"is_matryoshka": True}))
+    names = ("torch.nn.modules.linear.Identity", "torch.nn.modules.activation.Tanh")
+    layers = write_modules(tmp_path, "max", dense=names, truncate_dim=12, similarity_fn_name="dot")
+    full = torch.tanh(layers[1](layers[0](pooled_by(model, "max"))))
+    core = core_of(tmp_path)
+    spec = core.runner.info.pooling
+    assert spec is not None
+    assert (spec.size, spec.default_dimensions, spec.similarity) == (16, 12, "dot")
+    cut = torch.nn.functional.normalize(full, dim=1)[:, :12]
+    torch.testing.assert_close(pooled(core, PROMPTS), cut, atol=TOLERANCE, rtol=0)
+    asked = torch.nn.functional.normalize(full[:, :8], dim=1)
+    torch.testing.assert_close(pooled(core, PROMPTS, dimensions=8), asked, atol=TOLERANCE, rtol=0)
+
+
+def test_a_dense_layer_of_another_model_is_refused(tmp_path: Path) -> None:
+    write_encoder(*ENCODERS["bert"], tmp_path)
+    write_modules(tmp_path, dense=("torch.nn.modules.activation.Tanh",))
+    path = tmp_path / "2_Dense" / "config.json"
+    values = json.loads(path.read_text())
+    for key, value, message in (
+        ("in_features", 65, "`in_features` is '65'"),
+        ("use_residual", True, "`use_residual` is 'True'"),
+        ("activation_function", "x.Swish", "`activation_function` 'x.Swish'"),
+        ("out_features", 33, "`2_Dense.linear.weight`"),
+    ):
+        path.write_text(json.dumps(values | {key: value}))
+        with pytest.raises(LoadError, match=message):
+            core_of(tmp_path)
+    path.write_text(json.dumps(values))
+    (tmp_path / "2_Dense" / "model.safetensors").unlink()
+    with pytest.raises(LoadError, match=r"2_Dense\.linear"):
+        core_of(tmp_path)
 
 
 def test_a_preempted_prompt_is_pooled_from_its_start(tmp_path: Path) -> None:
@@ -294,9 +353,29 @@ def test_pooling_is_determined_by_the_models_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("1_Pooling/config.json", '{"pooling_mode_max_tokens": true}', "pools by pooling_mode_max_tokens"),
-        ("1_Pooling/config.json", '{"include_prompt": false}', "leaves prompts out"),
-        ("modules.json", '[{"type": "sentence_transformers.models.Dense", "path": "2_Dense"}]', "module `Dense`"),
+        ("1_Pooling/config.json", '{"pooling_mode": ["max", "cls"]}', "pools by max, cls"),
+        ("1_Pooling/config.json", '{"include_prompt": false}', "`include_prompt` is 'False'"),
+        ("1_Pooling/config.json", '{"word_embedding_dimension": 65}', "`word_embedding_dimension` is '65'"),
+        ("2_Normalize/config.json", '{"eps": 1}', "`eps` is '1'"),
+        ("config_sentence_transformers.json", '{"model_type": "SparseEncoder"}', "`model_type` is 'SparseEncoder'"),
+        ("config_sentence_transformers.json", '{"similarity_fn_name": "maxsim"}', "`similarity_fn_name` is 'maxsim'"),
+        ("config_sentence_transformers.json", '{"truncate_dim": 0}', "`truncate_dim` is 0"),
+        ("config_sentence_transformers.json", '{"default_prompt_name": "q"}', "`default_prompt_name` is 'q'"),
+        ("config_sentence_transformers.json", '{"precision": "int8"}', "`precision` is 'int8'"),
+        ("sentence_bert_config.json", '{"query_length": 32}', "`query_length` is '32'"),
+        ("sentence_bert_config.json", '{"tokenizer_args": {"use_fast": false}}', "`use_fast` is 'False'"),
+        ("modules.json", '[{"type": "a.Transformer"}, {"type": "b.Pooling"}, {"type": "LSTM"}]', "module `LSTM`"),
+        (
+            "modules.json",
+            '[{"type": "Transformer"}, {"type": "Dense"}, {"type": "Pooling"}]',
+            "Transformer, Dense",
+        ),
+        (
+            "modules.json",
+            '[{"type": "Transformer"}, {"type": "Pooling", "path": "9"}]',
+            "is missing, which",
+        ),
+        ("modules.json", '[{"type": "Transformer", "kwargs": ["task"]}, {"type": "Pooling"}]', "`kwargs` is"),
         ("modules.json", '[{"type": "a.Transformer", "path": "0_Transformer"}]', "its weights in `0_Transformer`"),
         ("modules.json", '{"type": 1}', "not a list of modules"),
     ],
@@ -304,6 +383,7 @@ def test_pooling_is_determined_by_the_models_files(tmp_path: Path) -> None:
 def test_an_unsupported_encoder_is_refused_by_name(file: str, content: str, message: str, tmp_path: Path) -> None:
     write_encoder(*ENCODERS["bert"], tmp_path)
     write_modules(tmp_path)
+    (tmp_path / file).parent.mkdir(exist_ok=True)
     (tmp_path / file).write_text(content)
     with pytest.raises(LoadError, match=message):
         core_of(tmp_path)

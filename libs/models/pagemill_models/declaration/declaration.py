@@ -362,10 +362,11 @@ class DenseSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClassifierSpec(msgspec.Struct, frozen=True):
-    """A classifier of the pooled hidden state of a prompt, with one number per label."""
+    """What is computed of the pooled hidden state of a prompt: one number per label, or a vector of another size."""
 
     layers: tuple[DenseSpec, ...]
-    pooling: PoolingMethod
+    pooling: PoolingMethod | None
+    """`None`: these are dense layers behind the pooling of a model that returns vectors."""
 
     @property
     def num_labels(self) -> int:
@@ -392,7 +393,7 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
     head: HeadSpec | None
     """`None`: the model's hidden states are pooled."""
     classifier: ClassifierSpec | None = None
-    """Classifier of the pooled hidden states."""
+    """What is computed of the pooled hidden states."""
     ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)
     """Suffixes of unused tensors that files may contain: constants that old checkpoints store."""
     ignored_layers: tuple[str, ...] = ()

@@ -13,13 +13,15 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from pagemill_models.files.json_file import read_object
+from pagemill_models.files.json_file import read_object, read_text
 from pagemill_models.files.partial_download import awaited_bytes
 from pagemill_models.files.regular_file import open_regular
 from pagemill_protocol.source_errors import UnreadableModelError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+MODULES_FILE = "modules.json"
+"""The list of modules of sentence-transformers, in the order of execution; some have weights in their own folders."""
 MAX_HEADER_BYTES = 100_000_000
 MAX_DIMS = 8
 MAX_SIZE = 1 << 60
@@ -65,7 +67,7 @@ def read_folder_headers(folder: Path) -> dict[str, TensorHeader]:
     """Return the tensors of all shards by name. Raises `UnreadableModelError`."""
     tensors: dict[str, TensorHeader] = {}
     for shard in shard_paths(folder):
-        for tensor in read_header(shard):
+        for tensor in read_shard(folder, shard):
             if tensor.name in tensors:
                 raise UnreadableModelError(f"`{folder}`: the tensor `{tensor.name}` is in two files.")
             tensors[tensor.name] = tensor
@@ -74,14 +76,14 @@ def read_folder_headers(folder: Path) -> dict[str, TensorHeader]:
 
 def shard_paths(folder: Path) -> list[Path]:
     """Return the weight files of a folder: the single file if there is one, otherwise those of the index, as
-    transformers.
+    transformers, and those of its modules.
 
     Raises `UnreadableModelError`.
     """
     if (folder / SINGLE_FILE).is_file():
-        return [folder / SINGLE_FILE]
+        return [folder / SINGLE_FILE, *_module_files(folder)]
     if (folder / INDEX_FILE).is_file():
-        return [folder / name for name in sorted(set(weight_map(folder).values()))]
+        return [*(folder / name for name in sorted(set(weight_map(folder).values()))), *_module_files(folder)]
     pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
     if pickled:
         raise UnreadableModelError(
@@ -91,6 +93,25 @@ def shard_paths(folder: Path) -> list[Path]:
     others = sorted(path.name for path in folder.glob("*.safetensors"))
     remedy = f" Rename `{others[0]}` to `{SINGLE_FILE}`." if len(others) == 1 else " Fetch them."
     raise UnreadableModelError(f"`{folder}` holds no weights: neither `{SINGLE_FILE}` nor `{INDEX_FILE}`.{remedy}")
+
+
+def read_shard(folder: Path, shard: Path) -> list[TensorHeader]:
+    """Return the tensors of one of the folder's files as `read_header`; those of a module begin with its folder's
+    name."""
+    prefix = "" if shard.parent == folder else f"{shard.parent.name}."
+    return [tensor._replace(name=prefix + tensor.name) for tensor in read_header(shard, root=folder)]
+
+
+def _module_files(folder: Path) -> list[Path]:
+    path = folder / MODULES_FILE
+    if not path.is_file():
+        return []
+    try:
+        names = {str(each["path"]) for each in orjson.loads(read_text(path)) if each.get("path")}
+    except (orjson.JSONDecodeError, AttributeError, KeyError, TypeError):
+        return []  # said by those who read the modules
+    files = (folder / name / SINGLE_FILE for name in sorted(names) if Path(name).name == name)
+    return [file for file in files if file.is_file()]
 
 
 def weight_map(folder: Path) -> dict[str, str]:
@@ -156,15 +177,15 @@ def header_end(start: bytes) -> int:
     return 8 + int.from_bytes(start[:8], "little")
 
 
-def read_header(path: Path, file_bytes: int | None = None) -> list[TensorHeader]:
+def read_header(path: Path, file_bytes: int | None = None, root: Path | None = None) -> list[TensorHeader]:
     """Return the tensors of one file, in file order, checked against the file's size. Raises `UnreadableModelError`.
 
     `file_bytes`: final size of the file; `None`: that of `partial_download` while the file arrives, else its current
-    size.
+    size. `root`: the model's folder, by default the one that contains the file.
     """
     try:
         file_bytes = file_bytes or awaited_bytes(path) or path.stat().st_size
-        with open(open_regular(path), "rb") as file:
+        with open(open_regular(path, root), "rb") as file:
             header_bytes = int.from_bytes(file.read(8), "little")
             if file_bytes < 8 or header_bytes > min(MAX_HEADER_BYTES, file_bytes - 8):
                 raise _damaged(path, f"its header claims {header_bytes} bytes, the file has {file_bytes}")

@@ -84,7 +84,8 @@ class _Header:
             first, *_ = [self._gguf(file) for file in models]
             return first
         for file in chosen:
-            if file.path in CONFIG_FILES:
+            if file.path in CONFIG_FILES or file.path.endswith("/config.json"):
+                (self._folder / file.path).parent.mkdir(exist_ok=True)
                 with (self._folder / file.path).open("wb") as out:
                     self._repository.fetch(file, self._version, out)
         by_path = {file.path: file for file in chosen}

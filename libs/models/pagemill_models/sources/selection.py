@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import PurePosixPath
 
 from pagemill_models.adapters.limits import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from pagemill_models.files.gguf_split import part_names
+from pagemill_models.files.safetensors_header import MODULES_FILE
 from pagemill_models.sources.base import RemoteFile
 from pagemill_models.sources.schemes.hugging_face import MODEL_PATTERNS
 from pagemill_protocol.source_errors import FetchError
@@ -15,6 +17,10 @@ from pagemill_protocol.source_errors import FetchError
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 OTHER_LAYOUT = "consolidated*.safetensors"
 """The same weights in the layout of another program."""
+
+
+_MODULE = re.compile(r"\d+_\w+/(config\.json|model\.safetensors)")
+"""Files of sentence-transformers' modules, which lie in folders of their own."""
 
 
 def select_files(name: str, wanted: str | None, files: Sequence[RemoteFile]) -> list[RemoteFile]:
@@ -33,7 +39,8 @@ def select_files(name: str, wanted: str | None, files: Sequence[RemoteFile]) -> 
     paths = {file.path for file in files}
     if "config.json" not in paths:
         return _only_gguf(name, files)
-    chosen = [file for file in files if _belongs(file.path)]
+    has_modules = MODULES_FILE in paths
+    chosen = [file for file in files if _belongs(file.path) or (has_modules and _MODULE.fullmatch(file.path))]
     if ONE_FILE in paths or INDEX in paths:
         chosen = [file for file in chosen if not fnmatch(file.path, OTHER_LAYOUT)]
     return _safe(chosen)

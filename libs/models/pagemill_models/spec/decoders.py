@@ -11,17 +11,19 @@ import msgspec
 import orjson
 
 from pagemill_models.declaration.config_values import ConfigValues
-from pagemill_models.declaration.declaration import DecoderSpec
+from pagemill_models.declaration.declaration import ClassifierSpec, DecoderSpec, DenseSpec, LinearSpec, MatrixSpec
 from pagemill_models.declaration.errors import UnsupportedModelArchitecture, contradictions
 from pagemill_models.declaration.known import BUILT_IN, GROUP, OTHER_CLASSES, RECURRENT, unsupported
 from pagemill_models.declaration.limits import Held
 from pagemill_models.declaration.registry import FoundFamily, find_family, find_text_family
+from pagemill_models.files.safetensors_header import MODULES_FILE
 from pagemill_models.spec import by_transformers
 from pagemill_models.spec.by_transformers import class_is_installed, recurrent_key
 from pagemill_models.spec.contexts import with_scaled_context
-from pagemill_models.spec.pooled import CLASSIFIER, pools, without_head
 from pagemill_models.spec.text_parts import text_part
 from pagemill_protocol.source_errors import UnreadableModelError
+
+CLASSIFIER = "ForSequenceClassification"
 
 
 def decoder_from_config(values: dict[str, Any], path: Path, held: Held | None = None) -> DecoderSpec:
@@ -41,11 +43,11 @@ def decoder_from_config(values: dict[str, Any], path: Path, held: Held | None = 
     with contradictions(path):
         decoder = with_scaled_context(found.family.read_config(config), path)
     decoder = decoder if part is None else msgspec.structs.replace(decoder, text_only=True)
-    if decoder.head is None or not (_is_headless(names, found) or pools(names, path.parent)):
+    if decoder.head is None or not (_is_headless(names, found) or _pools(names, path.parent)):
         return decoder
     if decoder.by_transformers:
         raise config.unsupported("pooling in place of a head (by its class in transformers)")
-    return without_head(decoder, config.num_labels if config.is_classifier else None)
+    return _without_head(decoder, config.num_labels if config.is_classifier else None)
 
 
 @cache
@@ -93,3 +95,24 @@ def _find_family(architectures: list[str], values: dict[str, Any], path: Path) -
             f"{error.message} Its `auto_map` names code in the model's own files, which is never run; a package that "
             f"you install may add the architecture (entry points `{GROUP}`)."
         ) from None
+
+
+def _pools(architectures: list[str], folder: Path) -> bool:
+    """Whether the folder's model returns vectors or scores of texts, although its family may generate."""
+    return any(name.endswith(CLASSIFIER) for name in architectures) or (folder / MODULES_FILE).is_file()
+
+
+def _without_head(decoder: DecoderSpec, num_labels: int | None) -> DecoderSpec:
+    """Return a decoder that is pooled. `num_labels`: labels of its classifier, if it has one."""
+    classifier = None
+    if num_labels is not None:
+        labels = LinearSpec(decoder.hidden_size, (MatrixSpec(name="score", rows=num_labels),))
+        classifier = ClassifierSpec((DenseSpec(linear=labels),), "last")
+    head = () if decoder.head is None else (f"{decoder.head.name}.weight", f"{decoder.head.name}.bias")
+    return msgspec.structs.replace(
+        decoder,
+        head=None,
+        classifier=classifier,
+        ignored=(*decoder.ignored, *head),
+        optional_prefix=decoder.optional_prefix or decoder.embedding.name.partition(".")[0] + ".",
+    )

@@ -1,74 +1,112 @@
-"""Read how a model pools from its folder: the files of sentence-transformers. `pooled` decides whether it pools.
+"""Read how a model pools from its folder: the files of sentence-transformers. `decoders` decides whether it pools.
 
-`modules.json` lists the modules that sentence-transformers runs in order (a transformer, a pooling, optionally a
-normalization); folders without it are pooled by that library's default: the mean of the tokens. Classifiers are read
-from `config.json` alone. `pagemill_protocol.request.pooling` defines the result.
+Here are the settings of the whole model; `sentence_modules` reads what follows the transformer. Every key is honoured
+or refused by its name. Classifiers are read from `config.json`. `pagemill_protocol.request.pooling` defines the result.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-import orjson
-
-from pagemill_models.declaration.declaration import ClassifierSpec, DecoderSpec
+from pagemill_models.declaration.declaration import DecoderSpec
 from pagemill_models.declaration.errors import UnsupportedModelArchitecture
-from pagemill_models.files.json_file import read_optional, read_text
-from pagemill_models.files.regular_file import exists, path_inside
-from pagemill_models.spec.pooled import MODULES_FILE
-from pagemill_protocol.request.pooling import PoolingMethod, PoolingSpec
+from pagemill_models.files.json_file import read_optional
+from pagemill_models.spec.sentence_modules import check_keys, read_modules
+from pagemill_protocol.request.pooling import PoolingMethod, PoolingSpec, Similarity
 from pagemill_protocol.source_errors import UnreadableModelError
 
-_METHODS: dict[str, PoolingMethod] = {
-    "cls": "cls",
-    "mean": "mean",
-    "lasttoken": "last",
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_lasttoken": "last",
-}
-"""Values of `pooling_mode`, and the flags that older files have in its place."""
+_WHOLE, _TRANSFORMER = "config_sentence_transformers.json", "sentence_bert_config.json"
 _LIMIT = "max_seq_length"
+_ARGUMENTS = ("model_args", "tokenizer_args", "config_args", "model_kwargs", "processor_kwargs", "config_kwargs")
+"""Arguments of transformers' classes."""
+_WITHOUT_EFFECT = (
+    "add_pooling_layer",
+    "attn_implementation",
+    "dtype",
+    "torch_dtype",
+    "trust_remote_code",
+    "unpad_inputs",
+    "use_memory_efficient_attention",
+)
+_TEXT_ONLY: dict[str, tuple[Any, ...]] = {
+    "transformer_task": (None, "feature-extraction"),
+    "modality_config": (None, {"text": {"method": "forward", "method_output_name": "last_hidden_state"}}),
+    "module_output_name": (None, "token_embeddings"),
+    "processing_kwargs": (None, {}),
+    "unpad_inputs": (None, True, False),
+    **dict.fromkeys(("query_length", "document_length", "query_expansion", "tokenizer_name_or_path"), (None,)),
+}
 
 
 def read_pooling(folder: Path, values: dict[str, Any], decoder: DecoderSpec) -> PoolingSpec:
-    """Return the pooling of a model without a head. Raises `SourceError` for unsupported pooling."""
-    whole = not decoder.is_causal
-    if decoder.classifier is not None:
-        return _scores(folder, values, decoder.classifier, whole)
-    modules = _modules(folder)
-    settings = read_optional(folder / "config_sentence_transformers.json")
-    prompts = settings.get("prompts")
-    prompts = {name: text for name, text in (prompts or {}).items() if isinstance(text, str)}
+    """Return the pooling of a model without a head. Raises `SourceError` for unsupported pooling.
+
+    `decoder`: with the classifier or the dense layers behind the pooling.
+    """
+    whole, after = not decoder.is_causal, decoder.classifier
+    if after is not None and after.pooling is not None:
+        return _scores(folder, values, after.num_labels, after.pooling, whole)
+    modules = read_modules(folder, decoder.hidden_size)
+    settings = _settings(folder)
+    prompts = {name: text for name, text in (settings.get("prompts") or {}).items() if isinstance(text, str)}
+    size = decoder.hidden_size if after is None else after.num_labels
+    default = settings.get("truncate_dim")
     return PoolingSpec(
         task="embed",
-        method=_method(folder, modules),
-        size=decoder.hidden_size,
+        method=modules.method,
+        size=size,
         whole_prompts=whole,
-        normalized="Normalize" in modules,
+        normalized=modules.normalized,
         dimensions=_dimensions(folder, values),
+        default_dimensions=default if default is None or default < size else None,
         prompts=prompts,
         default_prompt=prompts.get(str(settings.get("default_prompt_name")), ""),
-        lower_case=read_optional(folder / "sentence_bert_config.json").get("do_lower_case") is True,
+        lower_case=read_optional(folder / _TRANSFORMER).get("do_lower_case") is True,
+        similarity=settings.get("similarity_fn_name") or "cosine",
     )
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    """Return the settings of the whole model, whose keys are known. Raises `SourceError`."""
+    path = folder / _WHOLE
+    settings, limits = read_optional(path), read_optional(folder / _TRANSFORMER)
+    read = ("__version__", "requirements", "prompts", "default_prompt_name", "truncate_dim")
+    kinds = {"model_type": (None, "SentenceTransformer"), "similarity_fn_name": (None, *get_args(Similarity))}
+    check_keys(path, settings, read, kinds)
+    check_keys(folder / _TRANSFORMER, limits, (_LIMIT, "do_lower_case", *_ARGUMENTS), _TEXT_ONLY)
+    for key in _ARGUMENTS:
+        found = limits.get(key) or {}
+        check_keys(folder / _TRANSFORMER, found if isinstance(found, dict) else {key: found}, _WITHOUT_EFFECT, {})
+    prompts, name, size = (
+        settings.get("prompts") or {},
+        settings.get("default_prompt_name"),
+        settings.get("truncate_dim"),
+    )
+    if not isinstance(prompts, dict) or (name is not None and not isinstance(prompts.get(name), str)):
+        raise UnreadableModelError(
+            f"`{path}`: `default_prompt_name` is {name!r}, and `prompts` has no text of that name."
+        )
+    if size is not None and (type(size) is not int or size < 1):
+        raise UnreadableModelError(f"`{path}`: `truncate_dim` is {size!r}; it must be a positive integer.")
+    return settings
 
 
 def most_tokens(folder: Path, decoder: DecoderSpec) -> int:
     """Return the maximum tokens of a text: those of the model's positions, or a smaller limit of its folder."""
-    limit, most = read_optional(folder / "sentence_bert_config.json").get(_LIMIT), decoder.max_position_embeddings
+    limit, most = read_optional(folder / _TRANSFORMER).get(_LIMIT), decoder.max_position_embeddings
     return min(most, limit) if type(limit) is int and limit > 0 else most
 
 
-def _scores(folder: Path, values: dict[str, Any], classifier: ClassifierSpec, whole: bool) -> PoolingSpec:
-    if classifier.num_labels != 1:
+def _scores(folder: Path, values: dict[str, Any], num_labels: int, method: PoolingMethod, whole: bool) -> PoolingSpec:
+    if num_labels != 1:
         raise UnsupportedModelArchitecture(
-            f"`{folder}` is a classifier of {classifier.num_labels} labels; only those of one label are supported, "
+            f"`{folder}` is a classifier of {num_labels} labels; only those of one label are supported, "
             "which score pairs of texts. Use a cross-encoder for reranking."
         )
     return PoolingSpec(
         task="score",
-        method=classifier.pooling,
+        method=method,
         size=1,
         whole_prompts=whole,
         sigmoid=_has_sigmoid(folder, values),
@@ -87,45 +125,6 @@ def _has_sigmoid(folder: Path, values: dict[str, Any]) -> bool:
             f"`{folder}`: its scores pass `{name}` (config.json), which is not supported; Sigmoid and Identity are."
         )
     return kind == "Sigmoid"
-
-
-def _modules(folder: Path) -> dict[str, str]:
-    """Return the modules' folders by the last part of their types, in order."""
-    path = folder / MODULES_FILE
-    if not exists(path):
-        return {"Transformer": "", "Pooling": "1_Pooling"}
-    try:
-        entries = orjson.loads(read_text(path))
-        found = {str(entry["type"]).rpartition(".")[2]: str(entry.get("path", "")) for entry in entries}
-    except (orjson.JSONDecodeError, TypeError, KeyError, AttributeError):
-        raise UnreadableModelError(f"`{path}` is not a list of modules with their types.") from None
-    others = found.keys() - {"Transformer", "Pooling", "Normalize"}
-    if others or found.get("Transformer"):
-        what = f"the module `{min(others)}`" if others else f"its weights in `{found['Transformer']}`"
-        raise UnsupportedModelArchitecture(
-            f"`{folder}` has {what} ({MODULES_FILE}), which is not supported; Transformer (in the folder itself), "
-            "Pooling and Normalize are."
-        )
-    return found
-
-
-def _method(folder: Path, modules: dict[str, str]) -> PoolingMethod:
-    path = path_inside(folder, modules.get("Pooling", "1_Pooling"), MODULES_FILE) / "config.json"
-    values = read_optional(path, folder)
-    if not values:
-        return "mean"
-    if values.get("include_prompt") is False:
-        raise UnsupportedModelArchitecture(f"`{path}` leaves prompts out of the pooling, which is not supported.")
-    mode = values.get("pooling_mode")
-    if isinstance(mode, str):
-        modes = [mode]
-    else:
-        modes = [name for name, value in values.items() if name.startswith("pooling_mode_") and value is True]
-    if len(modes) != 1 or modes[0] not in _METHODS:
-        raise UnsupportedModelArchitecture(
-            f"`{path}` pools by {', '.join(modes) or 'nothing'}; exactly one of cls, mean and lasttoken is supported."
-        )
-    return _METHODS[modes[0]]
 
 
 def _dimensions(folder: Path, values: dict[str, Any]) -> list[int] | None:

@@ -25,6 +25,7 @@ from pagemill_models.files.safetensors_header import TensorHeader, read_folder_h
 from pagemill_models.spec.decoders import decoder_from_config
 from pagemill_models.spec.model_spec import ModelSpec, checked
 from pagemill_models.spec.pooling_files import most_tokens, read_pooling
+from pagemill_models.spec.sentence_modules import behind_pooling, read_modules
 from pagemill_models.spec.stored_names import declared_names
 from pagemill_models.spec.text_parts import with_stored_head
 from pagemill_protocol.source_errors import UnreadableModelError
@@ -57,8 +58,10 @@ def spec_from_folder(folder: Path, *, by_index: bool = False) -> ModelSpec:
     decoder = with_stored_head(decoder, names.keys())
     pooling = None
     if decoder.head is None:
+        after = decoder.classifier or behind_pooling(read_modules(folder, decoder.hidden_size))
+        most = most_tokens(folder, decoder)
+        decoder = msgspec.structs.replace(decoder, max_position_embeddings=most, classifier=after)
         pooling = read_pooling(folder, values, decoder)
-        decoder = msgspec.structs.replace(decoder, max_position_embeddings=most_tokens(folder, decoder))
     quantization = quantization_of(values)
     if index is not None:
         counted, weight_bytes = None, index.num_bytes

@@ -14,8 +14,11 @@ from pagemill_protocol.errors import PagemillError, invalid_field
 
 PoolingTask = Literal["embed", "score"]
 """`embed`: the vector of a text. `score`: scores of a pair of texts, or of one text, by a classifier."""
-PoolingMethod = Literal["cls", "mean", "last"]
-"""How hidden states of a prompt's tokens are pooled: the first, their mean, the last."""
+PoolingMethod = Literal["cls", "mean", "last", "max", "mean_sqrt_len", "weighted_mean"]
+"""How hidden states of a prompt's tokens are pooled: the first, their mean, the last, the largest of each value, their
+sum divided by the square root of their number, their mean weighted by their places from 1 on."""
+Similarity = Literal["cosine", "dot", "euclidean", "manhattan"]
+"""How two vectors are compared; distances are negated."""
 
 _ROUTES = {"embed": "/v1/embeddings, /v1/score or /v1/rerank", "score": "/v1/score or /v1/rerank"}
 _TASK_TEXTS = {"embed": "computes embeddings", "score": "scores pairs of texts"}
@@ -47,6 +50,10 @@ class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     dimensions: list[int] | None = None
     """Sizes to which a vector may be truncated (Matryoshka representations, arXiv 2205.13147); empty: any; `None`:
     none."""
+    default_dimensions: int | None = None
+    """Number of leading values of a vector whose request names none; `None`: all. As in sentence-transformers, they
+    have no length of 1 then."""
+    similarity: Similarity = "cosine"
     prompts: dict[str, str] = {}
     """Prompt texts that are prepended to a text, by the name of their purpose."""
     default_prompt: str = ""

@@ -32,7 +32,7 @@ from pagemill_api.openai.schemas import SamplingFields
 from pagemill_protocol.errors import PagemillError, error_body, invalid_field
 from pagemill_protocol.ids import new_id
 from pagemill_protocol.request.generate import GenerateRequest, Usage
-from pagemill_protocol.request.pooling import PoolingParams, PoolingSpec, check_task
+from pagemill_protocol.request.pooling import PoolingParams, PoolingSpec, Similarity, check_task
 from pagemill_protocol.request.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -215,12 +215,17 @@ def usage_of(parts: Sequence[Part]) -> dict[str, int]:
     return {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
 
 
-def cosines(first: NDArray[np.float32], others: Sequence[NDArray[np.float32]]) -> list[float]:
-    """Return the cosine of one vector with each of the others; 0 for a vector of zeros."""
+def similarities(first: NDArray[np.float32], others: Sequence[NDArray[np.float32]], how: Similarity) -> list[float]:
+    """Return how similar one vector is to each of the others. The cosine with a vector of zeros is 0."""
     import numpy as np
 
     rows = np.stack(others)
-    lengths = np.linalg.norm(rows, axis=1) * np.linalg.norm(first)
+    if how in ("euclidean", "manhattan"):
+        distances: list[float] = (-np.linalg.norm(rows - first, 2 if how == "euclidean" else 1, axis=1)).tolist()
+        return distances
     products: NDArray[np.float32] = rows @ first
-    found: list[float] = np.divide(products, lengths, out=np.zeros_like(products), where=lengths > 0).tolist()
+    if how == "cosine":
+        lengths = np.linalg.norm(rows, axis=1) * np.linalg.norm(first)
+        products = np.divide(products, lengths, out=np.zeros_like(products), where=lengths > 0)
+    found: list[float] = products.tolist()
     return found

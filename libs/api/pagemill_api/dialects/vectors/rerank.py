@@ -16,7 +16,7 @@ from pagemill_api.dialects.vectors.parts import (
     PartRequest,
     VectorBody,
     VectorDialect,
-    cosines,
+    similarities,
     usage_of,
 )
 from pagemill_api.dialects.vectors.request import RerankRequest
@@ -76,7 +76,7 @@ class RerankBody(VectorBody):
         params, before = PoolingParams("embed"), _prompt(encoder, spec, _DOCUMENT)
         asked = encoder.text(query, "query", _prompt(encoder, spec, _QUERY))
         return [
-            PartRequest(asked, params, {"query": True, **self._fields(None)}),
+            PartRequest(asked, params, {"query": True, "how": spec.similarity, **self._fields(None)}),
             *(
                 PartRequest(encoder.text(each, name, before), params, self._fields(each))
                 for each, name in zip(documents, names, strict=True)
@@ -98,4 +98,4 @@ def _scored(parts: Sequence[Part]) -> tuple[Sequence[Part], list[float]]:
     if not parts[0].fields.get("query"):
         return parts, [float(part.vector[0]) for part in parts]
     documents = parts[1:]
-    return documents, cosines(parts[0].vector, [part.vector for part in documents])
+    return documents, similarities(parts[0].vector, [part.vector for part in documents], parts[0].fields["how"])

@@ -1,4 +1,4 @@
-"""vLLM's scores of pairs of texts (`POST /v1/score`): by a cross-encoder, or the cosine of two embeddings."""
+"""vLLM's scores of pairs of texts (`POST /v1/score`): by a cross-encoder, or the similarity of two embeddings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pagemill_api.dialects.vectors.parts import (
     PartRequest,
     VectorBody,
     VectorDialect,
-    cosines,
+    similarities,
     usage_of,
 )
 from pagemill_api.dialects.vectors.request import ScoreRequest
@@ -63,7 +63,10 @@ class ScoreBody(VectorBody):
         if self._embeds:
             before, params = encoder.prompt(None), PoolingParams("embed")
             sides = [("text_1", text) for text in firsts] + [("text_2", text) for text in seconds]
-            return [PartRequest(encoder.text(text, side, before), params, {"side": side}) for side, text in sides]
+            fields = {"how": spec.similarity}
+            return [
+                PartRequest(encoder.text(text, side, before), params, {"side": side, **fields}) for side, text in sides
+            ]
         pairs = zip(firsts * (len(seconds) // len(firsts)), seconds, strict=True)
         found = [encoder.pair(first, second, "text_2") for first, second in pairs]
         return [PartRequest(each.token_ids, PoolingParams("score", None, each.second_segment)) for each in found]
@@ -73,7 +76,7 @@ def _scores(parts: Sequence[Part]) -> list[float]:
     firsts = [part.vector for part in parts if part.fields.get("side") == "text_1"]
     if not firsts:
         return [float(part.vector[0]) for part in parts]
-    seconds = [part.vector for part in parts[len(firsts) :]]
+    seconds, how = [part.vector for part in parts[len(firsts) :]], parts[0].fields["how"]
     if len(firsts) == 1:
-        return cosines(firsts[0], seconds)
-    return [cosines(first, [second])[0] for first, second in zip(firsts, seconds, strict=True)]
+        return similarities(firsts[0], seconds, how)
+    return [similarities(first, [second], how)[0] for first, second in zip(firsts, seconds, strict=True)]
