@@ -21,7 +21,7 @@ from pagemill_models.spec.spec_from_config import read_config
 def open_weights(
     path: Path,
     early_digest: EarlyDigest | None = None,
-    stacked: Mapping[str, str] = MappingProxyType({}),
+    stacked: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
     keeps_small_floats: bool = False,
 ) -> WeightSource:
     """Open the weights of a `.gguf` file or of a Hugging Face folder. Raises `LoadError`.

@@ -72,12 +72,14 @@ class _Part(NamedTuple):
     stored_name: str
     row: int | None = None
     """Index in the tensor's first dimension; None: the whole tensor."""
+    pieces: int = 1
+    """Parts into which each of the second dimension's rows are divided, all of which count as first dimension."""
 
 
 class SafetensorsFolder:
     """`WeightSource` over all shards of a folder. Raises `LoadError`."""
 
-    def __init__(self, folder: Path, stacked: Mapping[str, str] = MappingProxyType({})) -> None:
+    def __init__(self, folder: Path, stacked: Mapping[str, tuple[str, ...]] = MappingProxyType({})) -> None:
         """Open the shards. `stacked`: as in `DecoderSpec`; a tensor of all experts is split into one per expert."""
         self._folder = folder
         try:
@@ -180,20 +182,23 @@ class SafetensorsFolder:
         cut._shapes = {**self._shapes, **parts}
         return CutWeights(cut, {name: slices[name] for name in slices.keys() - cut._cuts.keys()})
 
-    def _parts_of(self, stored_name: str, stacked: Mapping[str, str]) -> Iterator[tuple[str, _Part]]:
+    def _parts_of(self, stored_name: str, stacked: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[str, _Part]]:
         """Yield the parts of a stored tensor under the names of single experts; other tensors unchanged."""
         ending = next((ending for ending in stacked if stored_name.endswith(ending)), None)
         if ending is None:
             if not any(stored_name.endswith(each.removesuffix(BLOCKS) + SCALES) for each in stacked):
                 yield stored_name, _Part(stored_name)
             return
-        name = stored_name.removesuffix(ending) + stacked[ending]
+        names = [stored_name.removesuffix(ending) + each for each in stacked[ending]]
         for index in range(*self.shape(stored_name)[:1]):
-            yield name.replace("*", str(index)), _Part(stored_name, index)
+            for piece, name in enumerate(names):
+                part = _Part(stored_name, index * len(names) + piece, len(names))
+                yield name.replace("*", str(index)), part
 
     def _shape(self, part: _Part) -> tuple[int, ...]:
         shape = self.shape(part.stored_name)
-        shape = shape if part.row is None else shape[1:]
+        if part.row is not None:
+            shape = (*(size // part.pieces for size in shape[1:2]), *shape[2:])
         return (shape[0], shape[1] * shape[2] * 2) if self._is_mxfp4(part) else shape
 
     def _is_mxfp4(self, part: _Part) -> bool:
@@ -229,4 +234,4 @@ def _check_index(promised: set[str], held: set[str], folder: Path) -> None:
 
 
 def _offset(part: _Part, header: TensorHeader) -> int:
-    return header.offset + (0 if part.row is None else part.row * (header.num_bytes // header.shape[0]))
+    return header.offset + (0 if part.row is None else part.row * (header.num_bytes // (header.shape[0] * part.pieces)))

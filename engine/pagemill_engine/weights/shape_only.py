@@ -98,10 +98,11 @@ def _kinds(
 def _mxfp4(names: frozenset[str], decoder: DecoderSpec, shapes: Shapes) -> set[str]:
     """Return the names of expert matrices that are stored in MXFP4 blocks for all experts at once."""
     packed = {
-        name.removesuffix(ending) + decoder.stacked[ending]
+        name.removesuffix(ending) + own
         for name in names
-        for ending in decoder.stacked
+        for ending, each in decoder.stacked.items()
         if ending.endswith(BLOCKS) and name.endswith(ending)
+        for own in each
     }
     parts = [name.partition("*")[::2] for name in packed]
     by_layer = {(before, after) for before, after in parts}

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 import pytest
-from hybrid_models import MODELS, QWEN, VARIANTS, check_greedy, prompts_of, write_hybrid
+from hybrid_models import EXPERTS, MODELS, QWEN, VARIANTS, check_greedy, prompts_of, write_hybrid
+from safetensors.numpy import load_file, save_file
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.decoders.step_model import StateArrays
@@ -297,9 +298,25 @@ def _config(changes: dict[str, Any]) -> str:
     return msgspec.json.encode(values).decode()
 
 
-def test_missing_tensors_are_named(load: Load, tmp_path: Path, runner_loader: Callable[..., Any]) -> None:
-    from safetensors.numpy import load_file, save_file
+def test_experts_that_are_stored_together_are_those_stored_one_by_one(
+    load: Load, tmp_path: Path, runner_loader: Callable[..., Any], make_driver: Callable[[Any], Any]
+) -> None:
+    """Published files of Qwen3.5 have the experts of a layer in two tensors."""
+    hybrid = load("qwen3.5-moe")
+    tensors = load_file(hybrid.folder / "model.safetensors")
+    for layer in range(4):
+        name = f"model.layers.{layer}.mlp.experts"
+        gate, up, down = (
+            np.stack([tensors.pop(f"{name}.{expert}.{part}_proj.weight") for expert in range(EXPERTS["num_experts"])])
+            for part in ("gate", "up", "down")
+        )
+        tensors |= {f"{name}.gate_up_proj": np.concatenate([gate, up], 1), f"{name}.down_proj": down}
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((hybrid.folder / "config.json").read_bytes())
+    hybrid._replace(driver=make_driver(runner_loader(tmp_path))).check(prompts_of((17, 40)))
 
+
+def test_missing_tensors_are_named(load: Load, tmp_path: Path, runner_loader: Callable[..., Any]) -> None:
     folder = load("qwen3.5-moe").folder
     tensors = load_file(folder / "model.safetensors")
     gone = [f"model.layers.1.linear_attn.{name}" for name in ("A_log", "conv1d.weight")]

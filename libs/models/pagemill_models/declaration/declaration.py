@@ -400,9 +400,9 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Prefixes of unused layers that files may contain: layers that draft further tokens."""
     optional_prefix: str = ""
     """Prefix of names, such as `transformer.`, that some files leave out."""
-    stacked: dict[str, str] = {}
+    stacked: dict[str, tuple[str, ...]] = {}
     """Suffixes of tensors that files store for all experts at once, with the suffixes of each expert's own, where `*`
-    is its number: `.experts.gate_up_proj` and `.experts.*.gate_up_proj.weight`."""
+    is its number: `.experts.gate_up_proj` and `.experts.*.gate_up_proj.weight`. Several divide its rows equally."""
 
     vocabulary: tuple[int, int] | None = None
     """First row of embedding and head that this rank holds, and the one behind the last; None: all rows."""

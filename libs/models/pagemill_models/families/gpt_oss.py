@@ -61,8 +61,8 @@ def read_config(config: ConfigValues) -> DecoderSpec:
     spec = _decoder(numbers, experts, storage, config.number("swiglu_limit", default=LIMIT))
     ending = "_blocks" if packed else ""
     parts = ("gate_up_proj", "down_proj")
-    weights = {f".experts.{part}{ending}": f".experts.*.{part}.weight" for part in parts}
-    biases = {f".experts.{part}_bias": f".experts.*.{part}.bias" for part in parts}
+    weights = {f".experts.{part}{ending}": (f".experts.*.{part}.weight",) for part in parts}
+    biases = {f".experts.{part}_bias": (f".experts.*.{part}.bias",) for part in parts}
     return msgspec.structs.replace(spec, stacked=weights | biases)
 
 

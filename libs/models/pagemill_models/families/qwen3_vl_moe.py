@@ -19,7 +19,7 @@ def read_config(config: ConfigValues) -> DecoderSpec:
     experts = mixture_from_config(config, size_key="moe_intermediate_size", renormalized=True)
     sparse = sparse_layers(config, numbers.num_layers)
     spec = with_experts(plain, lambda index, layer: _mixture(experts, layer) if index in sparse else None)
-    return replace(spec, stacked={f".experts.{part}": f".experts.*.{part}.weight" for part in STORED})
+    return replace(spec, stacked={f".experts.{part}": (f".experts.*.{part}.weight",) for part in STORED})
 
 
 def _mixture(numbers: Mixture, layer: LayerSpec) -> MoESpec:
