@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 from family_models import GEMMA3, write_model
+from hybrid_models import QWEN
 from typer.testing import CliRunner
 
 from pagemill.main import app
@@ -56,3 +57,17 @@ def test_short_requests_hold_as_much_as_without_windows(model: Path, tmp_path: P
     planned = replica(model, tmp_path, 10)
     num_blocks = planned["memory"]["kv_bytes"] // (planned["kvBytesPerToken"] * 16)
     assert planned["numBlocks"] <= num_blocks
+
+
+def test_a_plan_counts_the_states_of_recurrent_layers(tmp_path: Path) -> None:
+    """With as many bytes of keys and values, states limit how many requests run; they are float32 in any cache."""
+    folder = tmp_path / "hybrid"
+    write_model("Qwen3_5ForCausalLM", {**QWEN, "max_position_embeddings": LONGEST, "dtype": "bfloat16"}, folder)
+    planned = replica(folder, tmp_path, 100)
+    config = EngineConfig(model="m", max_num_batched_tokens=planned["maxNumBatchedTokens"])
+    num_blocks = planned["memory"]["kv_bytes"] // (planned["kvBytesPerToken"] * 16)
+    cache = cache_kinds(config, load_model_spec(folder), "bfloat16", num_blocks)
+    assert planned["kvBytesPerToken"] == 2 * 2 * 32 * 2
+    state = cache.kinds[-1]
+    assert planned["stateBytes"] == state.block_bytes + state.row_bytes == 9408 + 20544
+    assert planned["numBlocks"] == blocks_at(cache.kinds, cache.counts, 200, 16)

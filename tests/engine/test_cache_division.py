@@ -80,7 +80,9 @@ def test_states_are_no_reason_to_free_nothing_behind_windows() -> None:
 
 
 def test_a_cache_without_room_for_a_state_is_refused_by_the_name_of_the_kind() -> None:
-    with pytest.raises(LoadError, match=r"`state` alone takes .* Raise kvCacheMemory or lower maxNumSeqs") as refusal:
+    with pytest.raises(
+        LoadError, match=r"`state` alone takes .* Lower maxNumSeqs to 39 or raise kvCacheMemory"
+    ) as refusal:
         divide(HYBRID, 600 * MIB, 32_768, STEP, 16)
     assert refusal.value.reason == "KVCacheTooSmall"
     assert divide(HYBRID, 600 * MIB, 32_768, StepLimits(4, 512), 16).counts[1] >= 2

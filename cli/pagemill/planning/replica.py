@@ -93,6 +93,8 @@ class PlannedReplica(NamedTuple):
     """Whether a step is launched before the tokens of the last one are read."""
     blocks_at_longest: int | None = None
     """The blocks that requests of `max_model_len` tokens find; `None`: those of `shape`."""
+    state_bytes: int = 0
+    """What each running request has beside its tokens: a state and the inputs since."""
     alone: SingleRequestLatency | None = None
     """The latencies of one request alone; `None` unless measured on this machine."""
     ranks: tuple[RankSizes, ...] = ()
@@ -162,7 +164,7 @@ def _on_accelerator(
         fit = step_time(accelerator, header.spec, sizes, most, in_8_bits=in_8_bits)
         fit_from = f"computed from a data sheet, not measured: {accelerator.source}"
     memory = placement.memory
-    cache = _divided(config, header.spec, memory.num_blocks)
+    cache = _divided(config, header.spec, memory.num_blocks, sizes)
     replica = _replica(config, header.spec, sizes, memory, fit, accelerator.name, fit_from, cache)
     return _holding(replica, cache, length)._replace(overlaps=config.overlap is not False)
 
@@ -178,17 +180,17 @@ def _on_cpu(
     sizes = together(sizes_here(config, header.path, spec), ranks)
     memory = plan_memory(config, spec, sizes, _pod_memory(memory_bytes) if memory_bytes else measure_memory(), ranks)
     device = "CPU with resources.memory" if memory_bytes else "CPU with the memory of this machine"
-    cache = _divided(config, spec, memory.num_blocks)
+    cache = _divided(config, spec, memory.num_blocks, sizes)
     shares_memory = not ranks and config.speculative.source is None
     replica = _replica(config, spec, sizes, memory, fit, device, fit_from, cache, shares_memory=shares_memory)
     return _holding(replica, cache, length)._replace(ranks=tuple(ranks), ranks_of_stage=config.tensor_parallel_size)
 
 
-def _divided(config: EngineConfig, spec: ModelSpec, num_blocks: int) -> CacheBlocks:
-    """Return how an engine divides the cache among its kinds, which does not depend on the cache's type."""
-    from pagemill_engine.sizing.kv_sizes import cache_kinds
+def _divided(config: EngineConfig, spec: ModelSpec, num_blocks: int, sizes: Sizes) -> CacheBlocks:
+    """Return how an engine divides the cache among its kinds. States have the same size whatever the cache's type."""
+    from pagemill_engine.sizing.kv_sizes import cache_kinds, kv_type_of
 
-    return cache_kinds(config, spec, "float32", num_blocks)
+    return cache_kinds(config, spec, kv_type_of(spec, sizes.kv_bytes_per_token), num_blocks)
 
 
 def _holding(replica: PlannedReplica, cache: CacheBlocks, length: int) -> PlannedReplica:
@@ -197,7 +199,11 @@ def _holding(replica: PlannedReplica, cache: CacheBlocks, length: int) -> Planne
     num_blocks, at_longest = (
         blocks_at(cache.kinds, cache.counts, num_tokens, shape.block_size) for num_tokens in (length, longest)
     )
-    return replica._replace(shape=msgspec.structs.replace(shape, num_bytes=num_blocks), blocks_at_longest=at_longest)
+    return replica._replace(
+        shape=msgspec.structs.replace(shape, num_bytes=num_blocks),
+        blocks_at_longest=at_longest,
+        state_bytes=sum(kind.block_bytes + kind.row_bytes for kind in cache.kinds if kind.state),
+    )
 
 
 def _replica(
@@ -258,7 +264,7 @@ def _measured(
         with _engines_refusals():
             spec = load_model_spec(path)
             num_blocks, budget = plan_memory(config, spec, sizes, _pod_memory(memory_bytes), ranks)
-            cache = _divided(config, spec, num_blocks)
+            cache = _divided(config, spec, num_blocks, sizes)
     num_blocks = cache.counts[0]
     replica = PlannedReplica(
         shape=Shape(

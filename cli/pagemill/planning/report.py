@@ -35,6 +35,7 @@ def body_of(answer: PlanAnswer) -> dict[str, Any]:
             "note": answer.note,
             "weightBytes": replica.weight_bytes,
             "kvBytesPerToken": replica.kv_bytes_per_token,
+            "stateBytes": replica.state_bytes,
             "ranks": [
                 {
                     "weightBytes": each.sizes.weight_bytes,
@@ -106,10 +107,11 @@ def _properties(answer: PlanAnswer) -> list[tuple[str, str]]:
     replica, forecast = answer.replica, answer.forecast
     shape, fit = replica.shape, replica.shape.step_time
     cache = f"{shape.num_tokens:,} tokens in {shape.num_blocks:,} blocks"
+    states = f" and {_size(replica.state_bytes)} of states per request" if replica.state_bytes else ""
     rows = [
         ("device", replica.device + (f"; {answer.note}" if answer.note else "")),
         ("weights", _size(replica.weight_bytes)),
-        ("KV cache", f"{replica.kv_bytes_per_token / 1024:.1f} KiB per token; {cache}"),
+        ("KV cache", f"{replica.kv_bytes_per_token / 1024:.1f} KiB per token{states}; {cache}"),
         (
             "concurrency",
             f"{forecast.at_once} such requests, or {forecast.at_once_longest} of {replica.max_model_len:,} tokens",

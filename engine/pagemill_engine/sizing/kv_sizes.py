@@ -14,7 +14,7 @@ import msgspec
 from pagemill_engine.config import EngineConfig, StepLimits
 from pagemill_engine.sizing.budget import keeps_nothing
 from pagemill_engine.weights.errors import LoadError
-from pagemill_kernels.kv_store.kinds import KVType, token_bytes
+from pagemill_kernels.kv_store.kinds import ITEM_BYTES, KVType, token_bytes
 from pagemill_models.spec.model_spec import ModelSpec, kinds_of
 from pagemill_protocol.report.cache_kinds import ANY_LENGTH, CacheKind, most_held, most_of_first, one_kind
 
@@ -35,6 +35,11 @@ class CacheBlocks(NamedTuple):
 def kv_bytes_per_token(spec: ModelSpec, kind: KVType) -> int:
     """Return the bytes of keys and values, or latents, of one token in all layers, including scales."""
     return sum(heads * token_bytes(kind, size) for heads, size in spec.cache_shapes)
+
+
+def kv_type_of(spec: ModelSpec, num_bytes: int) -> KVType:
+    """Return a type of the cache with which a token has so many bytes; float32 if there is none."""
+    return next((kind for kind in ITEM_BYTES if kv_bytes_per_token(spec, kind) == num_bytes), "float32")
 
 
 def cache_kinds(
@@ -116,10 +121,16 @@ def _too_small(kinds: Sequence[CacheKind], total: int, longest: int, step: StepL
         for kind in kinds
     ]
     taken, name = max((taken, kind.name) for taken, kind in zip(sizes, kinds, strict=True))
+    fits = (
+        num
+        for num in range(step.max_num_seqs, 0, -1)
+        if _counts(kinds, total, longest, step._replace(max_num_seqs=num), block_size)
+    )
+    remedy = f"Lower maxNumSeqs to {num} or raise kvCacheMemory" if (num := next(fits, 0)) else "Raise kvCacheMemory"
     return LoadError(
         "KVCacheTooSmall",
         f"The KV cache has {total} bytes, but `{name}` alone takes {taken} for one request and the rows of "
-        f"maxNumSeqs {step.max_num_seqs}. Raise kvCacheMemory or lower maxNumSeqs.",
+        f"maxNumSeqs {step.max_num_seqs}. {remedy}.",
     )
 
 

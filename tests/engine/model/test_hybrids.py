@@ -252,6 +252,22 @@ def test_the_bytes_of_the_plan_are_those_of_the_arrays(load: Load) -> None:
     assert runner.kv_cache.num_bytes <= 512 * BLOCK * runner.info.kv_bytes_per_token
 
 
+def test_states_that_do_not_fit_are_refused_with_the_sequences_that_would(
+    load: Load, runner_loader: Callable[..., Any]
+) -> None:
+    folder = load("qwen3.5-moe").folder
+    with pytest.raises(
+        LoadError, match=r"`state` alone takes .* of maxNumSeqs 64. Lower maxNumSeqs to \d+ "
+    ) as refused:
+        runner_loader(folder, num_kv_blocks=100)
+    fits = int(refused.value.message.split("maxNumSeqs to ")[1].split()[0])
+    assert runner_loader(folder, num_kv_blocks=100, max_num_seqs=fits, max_model_len=32).info.kind_blocks[1] > 1
+    with pytest.raises(LoadError, match=rf"Lower maxNumSeqs to {fits} "):
+        runner_loader(folder, num_kv_blocks=100, max_num_seqs=fits + 1)
+    with pytest.raises(LoadError, match=r"maxNumSeqs 64. Raise kvCacheMemory"):
+        runner_loader(folder, num_kv_blocks=3)
+
+
 @pytest.mark.parametrize(
     ("setting", "value"),
     [
