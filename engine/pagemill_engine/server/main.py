@@ -306,7 +306,7 @@ class Server:
             context.adapters.close()
         context.publisher.close()
         for server in servers:
-            server.should_exit = True
+            server.end()
         closing: list[asyncio.Future[object]] = [asyncio.ensure_future(task) for task in (*http, publisher)]
         if context.client is not None:
             closing.append(asyncio.ensure_future(context.client.close()))

@@ -95,6 +95,8 @@ class Listening(NamedTuple):
     """Stops accepting connections; open ones stay."""
     cut_connections: Callable[[], None]
     """Makes the server close connections at its end without waiting for their last bytes."""
+    end: Callable[[], None]
+    """Begins the server's end, which leaving `serving` waits for: several servers may end at the same time."""
 
 
 @asynccontextmanager
@@ -111,6 +113,8 @@ async def listening(
             yield data, control
         finally:
             gateway.control.closing.set()
+            data.end()
+            control.end()
 
 
 def serving_data(worker: Worker, listener: socket.socket) -> AbstractAsyncContextManager[Listening]:
@@ -138,9 +142,9 @@ async def serving(
         server = _server(app, config, limits, certificate, upgrades)
         task = asyncio.create_task(server.serve(sockets=[listener]))
         try:
-            yield Listening(task, server.refuse_connections, server.cut_connections)
+            yield Listening(task, server.refuse_connections, server.cut_connections, server.end)
         finally:
-            server.should_exit = True
+            server.end()
             await task
 
 

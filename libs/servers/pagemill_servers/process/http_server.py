@@ -50,6 +50,10 @@ class HttpServer(uvicorn.Server):
         for server in self.servers:
             server.close()
 
+    def end(self) -> None:
+        """Begin the end: `serve` returns when connections had their time for their last bytes."""
+        self.should_exit = True
+
     def cut_connections(self) -> None:
         """Close connections at the end without waiting for their last bytes."""
         self.force_exit = True
