@@ -14,6 +14,7 @@ import msgspec
 from pagemill_api.grammars.check import CHECKS
 from pagemill_api.text.bad_words import with_bad_words
 from pagemill_api.text.control_tokens import without_marks
+from pagemill_api.text.reuse_points import points_of_plain
 from pagemill_api.text.template.chat_template import ChatTemplate
 from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_api.text.turn_end import warn_of_turn_end
@@ -43,7 +44,8 @@ class PromptEncoder:
         path = self.opened.path
         bundle = load_bundle(path)
         bundle = with_defaults(bundle, config.generation_config, config.generation_defaults)
-        bundle = msgspec.structs.replace(bundle, pooling=load_model_spec(path).pooling)
+        spec = load_model_spec(path)
+        bundle = msgspec.structs.replace(bundle, pooling=spec.pooling, has_states=spec.has_states)
         self.tokenizer = Tokenizer(bundle, chat_template=config.chat_template)
         self.tokenizer.check_limits()
         self.config = msgspec.structs.replace(
@@ -118,6 +120,7 @@ class PromptEncoder:
             model=self.config.model,
             prompt_token_ids=prompt.token_ids,
             sampling=sampling,
+            reuse_points=points_of_plain(self.tokenizer, len(prompt.token_ids)),
             dialect="completions",
             priority=priority,
             adapter_digest=adapter_digest,

@@ -37,7 +37,6 @@ SEAMS = (
 )
 """Patterns of implementations that are found by their names."""
 ALONE = {
-    "pagemill_api.text.reuse_points": "a rule of its own beside `segments`; its user is 440 lines long",
     "pagemill_engine.fetching.load": "imported after the process has set variables that its libraries read at import",
     "pagemill_engine.starting.load_encoder": "its imports need torch, which its user `load_cpu` does without",
     "pagemill_engine.settings": "only settings modules read environment variables",

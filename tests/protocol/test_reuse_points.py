@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from pagemill_api.openai import prepare
-from pagemill_api.openai.schemas import ChatCompletionRequest
+from pagemill_api.openai.schemas import ChatCompletionRequest, CompletionRequest
 from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_protocol.request.generate import GenerateRequest
 
@@ -56,3 +56,11 @@ def test_texts_that_look_like_control_tokens_give_no_wrong_points(recurrent: Tok
 
 def test_models_without_states_get_none(smollm2: Tokenizer) -> None:
     assert chat(smollm2, SYSTEM, ask("The capital of France?")).reuse_points == []
+
+
+def test_a_prompt_that_is_no_chat_names_its_end(recurrent: Tokenizer, smollm2: Tokenizer) -> None:
+    body = CompletionRequest.model_validate({"model": "m", "prompt": ["The capital of France is", "a"]})
+    options: dict[str, Any] = {"max_model_len": 2000, "request_id": "cmpl-1", "created_unix_s": 7}
+    requests = prepare.prepare_completions(body, recurrent, **options)
+    assert [each.reuse_points for each in requests] == [[len(requests[0].prompt_token_ids) - 1], []]
+    assert not any(each.reuse_points for each in prepare.prepare_completions(body, smollm2, **options))

@@ -45,7 +45,6 @@ from pagemill_engine.server.routes.apps import control_app, data_app
 from pagemill_engine.server.routes.keys import internal_tokens, open_keys, with_token
 from pagemill_engine.server.settings import Settings
 from pagemill_engine.sizing.unused_settings import UnusedSetting, unused_settings, without
-from pagemill_models.declaration.caches import StateSpec
 from pagemill_models.sources import Opened, SourceError, default_name, open_source
 from pagemill_models.spec.model_files import load_model_spec
 from pagemill_models.tokenizer_files.load_bundle import load_bundle
@@ -379,8 +378,7 @@ def _open_model(settings: Settings) -> tuple[Opened, TokenizerBundle, list[Unuse
         if spec is None:
             return opened, bundle, []
         unused = unused_settings(config, spec) if settings.server.only_gateways else []
-        has_states = any(isinstance(cache, StateSpec) for _, cache in spec.decoder.caches())
-        return opened, msgspec.structs.replace(bundle, pooling=spec.pooling, has_states=has_states), unused
+        return opened, msgspec.structs.replace(bundle, pooling=spec.pooling, has_states=spec.has_states), unused
 
 
 def _with_chats(bundle: TokenizerBundle, config: EngineConfig) -> TokenizerBundle:

@@ -144,7 +144,7 @@ def check_pooled(config: EngineConfig, spec: ModelSpec) -> None:
 
 def check_recurrent(config: EngineConfig, spec: ModelSpec) -> None:
     """Raise `LoadError` for what models with recurrent layers do not support."""
-    if not any(spec.decoder.recurrent()):
+    if not spec.has_states:
         return
     if spec.pooling is not None:
         raise LoadError(

@@ -68,7 +68,7 @@ def _runner(files: ModelFiles, prepared: PreparedModel) -> Runner:
     kv_cache = KVCache(
         spec, cache.counts, config.block_size, kv_type, cache.kinds, shares_memory=shares_memory, max_rows=max_rows
     )
-    info = info._replace(takes_back=not any(spec.decoder.recurrent()))
+    info = info._replace(takes_back=not spec.has_states)
     if spec.pooling is None:
         adapters = None
         if config.enable_lora:

@@ -166,12 +166,12 @@ def test_turns_of_a_chat_resume_behind_the_text_that_they_share(load: Load) -> N
 
 def test_equal_prompts_that_arrive_at_once_are_computed_once(load: Load) -> None:
     hybrid = load("qwen3.5-moe")
-    core, prompt = Core(hybrid), prompts_of((200,))[0]
-    found = core.serve(*(ask(str(number), prompt, (len(prompt) - 3,)) for number in range(8)))
+    core, prompt = Core(hybrid, max_num_seqs=32), prompts_of((200,))[0]
+    found = core.serve(*(ask(str(number), prompt, (len(prompt) - 1,)) for number in range(32)))
     assert len({tuple(each.token_ids) for each in found.values()}) == 1
     check_greedy(hybrid.reference, prompt, found["0/0"].token_ids)
-    cached = [each.num_cached for each in found.values()]
-    assert cached == [0, *[192] * 7]
+    tails = 31 * (200 - 192)
+    assert sum(200 - each.num_cached for each in found.values()) <= 1.1 * 200 + tails
 
 
 @pytest.mark.parametrize("caching", [True, False])

@@ -26,7 +26,7 @@ from pagemill_api.openai.schemas import (
 from pagemill_api.text.bad_words import with_bad_words
 from pagemill_api.text.fill_in_middle import fill_in_middle
 from pagemill_api.text.fitting import LARGEST_CONTEXT
-from pagemill_api.text.reuse_points import reuse_points
+from pagemill_api.text.reuse_points import points_of_plain, reuse_points
 from pagemill_api.text.template.chat_template import TEMPLATE_ERROR
 from pagemill_protocol.errors import PagemillError, beyond_context, context_length_exceeded, invalid_field
 from pagemill_protocol.request.generate import GenerateRequest, check_answer, most_tokens_of_values
@@ -180,6 +180,7 @@ def prepare_completions(
                 model=req.model,
                 prompt_token_ids=token_ids,
                 sampling=_limited(sampling, max_tokens),
+                reuse_points=points_of_plain(tokenizer, len(token_ids)),
                 dialect="completions",
                 created_unix_s=created_unix_s,
                 stream=req.stream,

@@ -33,6 +33,11 @@ def reuse_points(
     return sorted(count for count in found if 0 < count < len(token_ids))
 
 
+def points_of_plain(tokenizer: Tokenizer, num_tokens: int) -> list[int]:
+    """Return the point of a prompt that is no chat: its end, where an equal prompt computes only its last tokens."""
+    return [num_tokens - 1] if tokenizer.bundle.has_states and num_tokens > 1 else []
+
+
 def _is_system(message: Mapping[str, Any]) -> bool:
     return message["role"] in ("system", "developer")
 

@@ -83,6 +83,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return list(dict.fromkeys(found))
 
     @property
+    def has_states(self) -> bool:
+        """Whether some layers keep a state in place of keys and values."""
+        return any(self.decoder.recurrent())
+
+    @property
     def head_dim(self) -> int:
         return self._attention.head_dim
 
