@@ -29,7 +29,7 @@ from pagemill_kernels.paged_attention import native as attention
 from pagemill_kernels.paged_attention.batch import AttentionBatch
 from pagemill_kernels.recurrent import native as recurrent
 from pagemill_kernels.recurrent.batch import StateBatch
-from pagemill_kernels.recurrent.reference import DeltaHeads
+from pagemill_kernels.recurrent.reference import Convolution, DeltaHeads
 from pagemill_kernels.rope import native as rope
 from pagemill_kernels.torch_arrays import from_torch, to_torch
 
@@ -64,10 +64,11 @@ def plan_states(batch: StateBatch) -> recurrent.NativeStates:
 
 
 def causal_convolution(
-    x: Tensor, taps: Tensor, windows: Tensor, inputs: Tensor, plan: recurrent.NativeStates
+    x: Tensor, kernel: Convolution, windows: Tensor, inputs: Tensor, plan: recurrent.NativeStates
 ) -> Tensor:
-    of_layer = from_torch(taps), from_torch(windows), from_torch(inputs)
-    return to_torch(recurrent.causal_convolution(from_torch(x.float()), *of_layer, plan))
+    weights = from_torch(kernel.taps), _optional(kernel.bias), kernel.activated
+    of_layer = from_torch(windows), from_torch(inputs)
+    return to_torch(recurrent.causal_convolution(from_torch(x.float()), *weights, *of_layer, plan))
 
 
 def delta_rule(

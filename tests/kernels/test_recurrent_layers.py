@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pagemill_kernels.cpu import library
 from pagemill_kernels.recurrent.batch import StateBatch
-from pagemill_kernels.recurrent.reference import DeltaHeads
+from pagemill_kernels.recurrent.reference import Convolution, DeltaHeads
 from pagemill_kernels.registry import Backend, resolve
 
 BLOCK = 16
@@ -109,7 +109,7 @@ class Rows:
         plan = self.plan(batch)
         inputs = DeltaInputs(*(torch.cat(each) for each in zip(*(piece for piece, _ in pieces.values()), strict=True)))
         x = torch.cat([each for _, each in pieces.values()])
-        convolved = self.convolve(x, taps, self.windows, self.inputs, plan)
+        convolved = self.convolve(x, Convolution(taps), self.windows, self.inputs, plan)
         outputs = self.delta_rule(inputs.x, inputs.rates, inputs.gates, HEADS, self.states, self.log, plan)
         return outputs.split(counts), convolved.split(counts), kept
 

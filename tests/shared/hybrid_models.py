@@ -29,11 +29,35 @@ EXPERTS = {
     "num_experts_per_tok": 3,
     "shared_expert_intermediate_size": 24,
 }
+LFM2 = {
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "block_multiple_of": 20,
+    "max_position_embeddings": 256,
+    "full_attn_idxs": [1, 3],
+}
 LAYERS = ["full_attention", "linear_attention", "linear_attention", "full_attention", "linear_attention"]
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5": ("Qwen3_5ForCausalLM", QWEN),
     "qwen3.5-moe": ("Qwen3_5MoeForCausalLM", {**QWEN, **EXPERTS, "linear_conv_kernel_dim": 4}),
     "qwen3-next": ("Qwen3NextForCausalLM", {**QWEN, **EXPERTS, "decoder_sparse_step": 2}),
+}
+SHORT: dict[str, tuple[str, dict[str, Any]]] = {
+    "lfm2": ("Lfm2ForCausalLM", LFM2),
+    "lfm2 with biases, a kernel of four, untied": (
+        "Lfm2ForCausalLM",
+        {
+            **LFM2,
+            "conv_bias": True,
+            "conv_L_cache": 4,
+            "tie_word_embeddings": False,
+            "layer_types": ["conv", "conv", "full_attention", "conv"],
+            "block_ffn_dim_multiplier": 1.3,
+        },
+    ),
 }
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5 with a kernel of two, all of a head rotated, tied": (

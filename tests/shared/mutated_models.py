@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from family_models import BLOOM, FALCON, GEMMA2, GEMMA3, GPT2, GPTJ, GRANITE, LLAMA, MPT, NEOX, OPT
+from hybrid_models import LFM2
 from hybrid_models import QWEN as HYBRID
 
 from pagemill_models.declaration.known import BUILT_IN
@@ -50,6 +51,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "qwen": _QWEN,
     **dict.fromkeys(("bert", "roberta", "xlm_roberta", "modernbert"), _BERT),
     **dict.fromkeys(("mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "gpt_oss"), LLAMA | _MOE),
+    "lfm2": LFM2,
     "qwen3_5": HYBRID,
     **dict.fromkeys(("qwen3_5_moe", "qwen3_next"), HYBRID | _MOE),
     **dict.fromkeys(

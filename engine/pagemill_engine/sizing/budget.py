@@ -201,8 +201,7 @@ def _state_bytes(num_tokens: int, num_rows: int, block_size: int, spec: ModelSpe
     num_places = num_tokens + num_rows * block_size
     sizes = (
         3 * num_rows * each.cache.num_values
-        + num_places
-        * (8 * (each.channels + each.num_value_heads * each.value_dim) + 4 * block_size * each.num_value_heads)
+        + num_places * (8 * (each.channels + each.cache.inputs_per_token) + 4 * block_size * each.num_value_heads)
         for each in spec.decoder.recurrent()
     )
     return 4 * max(sizes, default=0)

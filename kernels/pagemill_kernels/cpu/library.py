@@ -17,7 +17,7 @@ from pagemill_kernels.cpu import processor
 
 logger = logging.getLogger(__name__)
 
-ABI_VERSION = 22
+ABI_VERSION = 23
 PANEL = 16
 """Outputs of one panel of a packed weight."""
 ADAPTER_PANEL, ADAPTER_RANKS = 64, 8
@@ -255,11 +255,14 @@ class ConvolutionArgs(ctypes.Structure):
         *_STATE_ROWS,
         ("x", c_void_p),
         ("taps", c_void_p),
+        ("bias", c_void_p),
         ("windows", c_void_p),
         ("inputs", c_void_p),
         ("out", c_void_p),
         ("channels", c_int64),
         ("width", c_int64),
+        ("activated", c_int32),
+        ("padding", c_int32),
     )
 
 

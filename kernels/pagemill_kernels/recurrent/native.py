@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from pagemill_kernels import arrays
-from pagemill_kernels.arrays import Array, address
+from pagemill_kernels.arrays import Array, address, optional_address
 from pagemill_kernels.cpu import launch
 from pagemill_kernels.cpu.library import ConvolutionArgs, DeltaRuleArgs
 from pagemill_kernels.recurrent.batch import StateBatch
@@ -42,12 +42,16 @@ class NativeStates:
         }
 
 
-def causal_convolution(x: Array, taps: Array, windows: Array, inputs: Array, rows: NativeStates) -> Array:
+def causal_convolution(
+    x: Array, taps: Array, bias: Array | None, activated: bool, windows: Array, inputs: Array, rows: NativeStates
+) -> Array:
     x = launch.rows(x)
     out = arrays.empty(x.shape)
     arguments = ConvolutionArgs(
         x=address(x),
         taps=address(taps),
+        bias=optional_address(bias),
+        activated=activated,
         windows=address(windows),
         inputs=address(inputs),
         out=address(out),

@@ -20,6 +20,17 @@ from pagemill_kernels.recurrent.plan import StatePlan
 NORM_EPS = 1e-6
 
 
+class Convolution(NamedTuple):
+    """The weights of a convolution of single channels, float32."""
+
+    taps: Tensor
+    """[width, channels]."""
+    bias: Tensor | None = None
+    """[channels]."""
+    activated: bool = True
+    """Whether silu follows."""
+
+
 class DeltaHeads(NamedTuple):
     """The weights of a delta rule's heads, float32."""
 
@@ -31,14 +42,14 @@ class DeltaHeads(NamedTuple):
     eps: float
 
 
-def causal_convolution(x: Tensor, taps: Tensor, windows: Tensor, inputs: Tensor, plan: StatePlan) -> Tensor:
-    """Return silu of the convolution of each token's values with those of the tokens before, [tokens, channels].
+def causal_convolution(x: Tensor, kernel: Convolution, windows: Tensor, inputs: Tensor, plan: StatePlan) -> Tensor:
+    """Return the convolution of each token's values with those of the tokens before, [tokens, channels].
 
-    x: [tokens, channels]. taps: [width, channels]. windows: [slots, width - 1, channels], the values before each
+    x: [tokens, channels]. windows: [slots, width - 1, channels], the values before each
     state's boundary, where those of new states are written. inputs: [rows, width - 1, channels], the last values of
     each row.
     """
-    width = len(taps)
+    width = len(kernel.taps)
     num_before = width - 1
     starts, ends = plan.starts, plan.ends
     before = torch.where(plan.is_behind[:, None, None], inputs[plan.rows], windows[plan.sources])
@@ -50,12 +61,13 @@ def causal_convolution(x: Tensor, taps: Tensor, windows: Tensor, inputs: Tensor,
     padded[own] = x.float()
     padded[(firsts[:, None] + steps).flatten()] = before.flatten(0, 1)
     out = torch.zeros(x.shape, dtype=torch.float32)
+    out = out if kernel.bias is None else out + kernel.bias
     for offset in range(width):
-        out += padded[own - num_before + offset] * taps[offset]
+        out += padded[own - num_before + offset] * kernel.taps[offset]
     lasts = firsts + (ends - starts)
     inputs[plan.rows] = padded[lasts[:, None] + steps]
     windows[plan.kept_slots] = padded[(firsts[plan.kept_requests] + plan.kept_tokens)[:, None] + steps]
-    return F.silu(out)
+    return F.silu(out) if kernel.activated else out
 
 
 def delta_rule(

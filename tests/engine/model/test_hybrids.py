@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 import pytest
-from hybrid_models import EXPERTS, MODELS, QWEN, VARIANTS, check_greedy, prompts_of, write_hybrid
+from hybrid_models import EXPERTS, LFM2, MODELS, QWEN, SHORT, VARIANTS, check_greedy, prompts_of, write_hybrid
 from safetensors.numpy import load_file, save_file
 
 from pagemill_engine.config import EngineConfig
@@ -66,7 +66,7 @@ def load(
     def get(name: str) -> Hybrid:
         if name not in made:
             folder = tmp_path_factory.mktemp("hybrid")
-            reference = write_hybrid(*(MODELS | VARIANTS)[name], folder)
+            reference = write_hybrid(*(MODELS | VARIANTS | SHORT)[name], folder)
             runner = runner_loader(folder)
             spoil(runner)
             made[name] = Hybrid(folder, reference, runner, make_driver(runner))
@@ -97,8 +97,16 @@ def test_variants_equal_transformers(name: str, load: Load) -> None:
     load(name).check(prompts_of((1, 17, 90)), max_num_batched_tokens=40)
 
 
+@pytest.mark.parametrize("name", SHORT)
+def test_short_convolutions_equal_transformers(name: str, load: Load) -> None:
+    hybrid = load(name)
+    prompts = prompts_of((1, 2, 15, 33, 90))
+    hybrid.check(prompts, max_num_batched_tokens=40)
+    hybrid.check(prompts, max_num_batched_tokens=7, enable_prefix_caching=False)
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *SHORT])
 @pytest.mark.parametrize("backend", ["reference", "cpu", "cpu_native"])
 def test_every_backend_equals_transformers(
     name: str, backend: str, load: Load, runner_loader: Callable[..., Any], make_driver: Callable[[Any], Any]
@@ -297,6 +305,9 @@ def test_what_is_not_supported_with_states_is_refused_by_name(
         ({"layer_types": None, "full_attention_interval": 9}, "no attention layer"),
         ({"full_attention_interval": 0, "layer_types": None}, "declares full_attention_interval = 0"),
         ({"linear_num_value_heads": 3}, "`linear_num_value_heads` is '3'; it must be a multiple of the 2"),
+        ({**LFM2, "full_attn_idxs": [4]}, r"`full_attn_idxs` is '\[4\]'; it must be numbers of the 4 layers"),
+        ({**LFM2, "full_attn_idxs": []}, "no attention layer"),
+        ({**LFM2, "layer_types": ["conv"] * 3}, "`layer_types` is .*; it must be a list of 4 names"),
         ({"hidden_act": "gelu"}, "the activation `gelu` beside a gated delta rule"),
     ],
     ids=str,
@@ -310,7 +321,8 @@ def test_settings_that_contradict_each_other_are_refused_by_the_header(
 
 
 def _config(changes: dict[str, Any]) -> str:
-    values = {**QWEN, "vocab_size": 50, "architectures": ["Qwen3_5ForCausalLM"], **changes}
+    name = "Lfm2ForCausalLM" if "full_attn_idxs" in changes else "Qwen3_5ForCausalLM"
+    values = {**QWEN, "vocab_size": 50, "architectures": [name], **changes}
     return msgspec.json.encode(values).decode()
 
 

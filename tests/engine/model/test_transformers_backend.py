@@ -148,9 +148,9 @@ def test_a_planted_fault_in_the_order_of_heads_is_detected(
         ("MambaForCausalLM", {}, "`MambaForCausalLM`, which is not supported"),
         ("JambaForCausalLM", {"num_experts": 2}, "`JambaForCausalLM`"),
         (
-            "Lfm2ForCausalLM",
+            "Lfm2MoeForCausalLM",
             {},
-            r"`Lfm2ForCausalLM` with layers with a recurrent state in addition to the KV cache \(`conv_L_cache`\)",
+            r"`Lfm2MoeForCausalLM` with layers with a recurrent state in addition to the KV cache \(`conv_L_cache`\)",
         ),
         ("OlmoHybridForCausalLM", {}, r"with layers .* recurrent state .*\(`linear_num_key_heads`\)"),
         ("HeliumForCausalLM", {"rope_scaling": LONG}, "`longrope`"),

@@ -12,14 +12,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pagemill_engine.decoders.on_torch.blocks import MLP, Attention, DeltaRule, LayerBlock
+from pagemill_engine.decoders.on_torch.blocks import MLP, Attention, DeltaRule, LayerBlock, ShortConvolution
 from pagemill_engine.decoders.on_torch.context import ALONE, ForwardContext, ProductContext
 from pagemill_engine.decoders.on_torch.encoder_attention import EncoderAttention
 from pagemill_engine.decoders.on_torch.experts import MoE
 from pagemill_engine.decoders.on_torch.latent_attention import LatentAttention
 from pagemill_engine.decoders.on_torch.layers import Embedding, HasWeights, Layer, Linear, Norm, Table
 from pagemill_kernels.registry import Ops
-from pagemill_models.declaration.caches import DeltaRuleSpec
+from pagemill_models.declaration.caches import DeltaRuleSpec, ShortConvolutionSpec
 from pagemill_models.declaration.declaration import (
     BlockSpec,
     BranchSpec,
@@ -57,6 +57,8 @@ class _Builder:
             return MLP(spec, self._ops, self._dtype, number)
         if isinstance(spec, DeltaRuleSpec):
             return DeltaRule(spec, self._ops, self._dtype, number, layer)
+        if isinstance(spec, ShortConvolutionSpec):
+            return ShortConvolution(spec, self._ops, self._dtype, number, layer)
         rotation = None if spec.rope is None else self._rotations.index((spec.rope, spec.rotary_table_dim))
         if isinstance(spec, LatentAttentionSpec):
             assert rotation is not None

@@ -5,7 +5,7 @@
 
 namespace pagemill {
 
-constexpr int32_t kAbiVersion = 22;
+constexpr int32_t kAbiVersion = 23;
 
 // The first four formats, kFloats8 (e4m3) and kFloats4 (values of a table) are multiplied in float32. kDots4 and kDots8
 // round activations to 16-bit integers (dots.cpp), kPairs rounds them to bfloat16 (bfloat16.cpp). From
@@ -187,11 +187,14 @@ struct StateRows {
 struct ConvolutionArgs : StateRows {
   const float* x;
   const float* taps;  // [width][channels]
+  const float* bias;  // [channels]; null: none
   float* windows;     // [slots][width - 1][channels]
   float* inputs;      // [rows][width - 1][channels]
   float* out;         // [tokens][channels]
   int64_t channels;
   int64_t width;
+  int32_t activated;  // by silu
+  int32_t padding;
 };
 
 // The gated delta rule with a gated norm; recurrent.cpp.

@@ -231,14 +231,14 @@ void convolve(const ConvolutionArgs& a, int64_t request, int64_t from, int64_t s
     float* const out = a.out + (first + t) * a.channels + from;
     int64_t c = 0;
     for (; c + kLanes <= size; c += kLanes) {
-      Floats total = zero();
+      Floats total = a.bias ? load(a.bias + from + c) : zero();
       for (int64_t i = 0; i < a.width; ++i) total += load(at(t + i) + c) * load(a.taps + i * a.channels + from + c);
-      store(out + c, total / (1.0f + exp(-total)));
+      store(out + c, a.activated ? total / (1.0f + exp(-total)) : total);
     }
     for (; c < size; ++c) {
-      float total = 0.0f;
+      float total = a.bias ? a.bias[from + c] : 0.0f;
       for (int64_t i = 0; i < a.width; ++i) total += at(t + i)[c] * a.taps[i * a.channels + from + c];
-      out[c] = total / (1.0f + std::exp(-total));
+      out[c] = a.activated ? total / (1.0f + std::exp(-total)) : total;
     }
   }
   for (int64_t w = a.write_starts[request]; w < a.write_starts[request + 1]; ++w)
@@ -262,7 +262,7 @@ void pagemill_delta_rule(const DeltaRuleArgs* args) {
   });
 }
 
-// Computes silu of the causal convolution of all requests of a step; writes windows and last inputs.
+// Computes the causal convolution of all requests of a step; writes windows and last inputs.
 void pagemill_causal_convolution(const ConvolutionArgs* args) {
   const ConvolutionArgs& a = *args;
   const int64_t chunks = (a.channels + kChannels - 1) / kChannels;

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import ClassVar
 
 import msgspec
 
@@ -101,5 +102,33 @@ class DeltaRuleSpec(msgspec.Struct, frozen=True, kw_only=True, tag="delta_rule")
         return merged(*self.linears(), self.norm) | {f"{self.name}.{part}": shape for part, shape in own.items()}
 
 
-RecurrentSpec = DeltaRuleSpec
+class ShortConvolutionSpec(msgspec.Struct, frozen=True, kw_only=True, tag="short_convolution"):
+    """A causal convolution of each channel between two gates: output(behind * convolution(before * values)), as in
+    LFM2."""
+
+    name: str
+    """Stored as `name`.weight [channels, 1, width], and `name`.bias [channels]."""
+    channels: int
+    width: int
+    """Tokens that it reads."""
+    bias: bool
+    inputs: LinearSpec
+    """Rows: the gates before, the gates behind, the values."""
+    output: LinearSpec
+
+    num_value_heads: ClassVar[int] = 0
+
+    @property
+    def cache(self) -> StateSpec:
+        return StateSpec(channels=self.channels, width=self.width)
+
+    def linears(self) -> Iterator[LinearSpec]:
+        yield from (self.inputs, self.output)
+
+    def shapes(self) -> Shapes:
+        bias: Shapes = {f"{self.name}.bias": (self.channels,)} if self.bias else {}
+        return merged(*self.linears()) | {f"{self.name}.weight": (self.channels, 1, self.width)} | bias
+
+
+RecurrentSpec = DeltaRuleSpec | ShortConvolutionSpec
 """A layer that keeps a state."""

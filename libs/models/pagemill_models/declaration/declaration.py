@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 
 import msgspec
 
-from pagemill_models.declaration.caches import LayerCacheSpec, RecurrentSpec, VectorsSpec
+from pagemill_models.declaration.caches import DeltaRuleSpec, LayerCacheSpec, RecurrentSpec, VectorsSpec
 from pagemill_models.declaration.matrices import Activation as Activation
 from pagemill_models.declaration.matrices import LinearSpec as LinearSpec
 from pagemill_models.declaration.matrices import MatrixSpec as MatrixSpec
@@ -482,7 +482,9 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
         those that are multiplied into others.
         """
         names = {name for mixture in self.mixtures() for name in mixture.gate_names()}
-        names |= {name for each in self.recurrent() for name in each.rates.weight_shapes()}
+        names |= {
+            name for each in self.recurrent() if isinstance(each, DeltaRuleSpec) for name in each.rates.weight_shapes()
+        }
         dense = () if self.classifier is None else self.classifier.layers
         names |= {name for layer in dense for name in layer.linear.weight_shapes()}
         latent = (each for each in self.attentions() if isinstance(each, LatentAttentionSpec))

@@ -54,6 +54,7 @@ BUILT_IN: dict[str, Names] = {
     "internlm": Names(("InternLMForCausalLM",), "internlm"),
     "internlm2": Names(("InternLM2ForCausalLM",), "internlm2", ("internlm2",)),
     "internlm3": Names(("InternLM3ForCausalLM",), "internlm3"),
+    "lfm2": Names(("Lfm2ForCausalLM",), "lfm2"),
     "llama": Names(("LlamaForCausalLM", "LLaMAForCausalLM"), "llama", ("llama",)),
     "mistral": Names(("MistralForCausalLM",), "mistral"),
     "mixtral": Names(("MixtralForCausalLM",), "mixtral"),

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from itertools import count
 from typing import Literal, NamedTuple
 
-from pagemill_models.declaration.caches import RecurrentSpec
+from pagemill_models.declaration.caches import DeltaRuleSpec, RecurrentSpec
 from pagemill_models.declaration.declaration import (
     AttentionSpec,
     BlockSpec,
@@ -102,7 +102,8 @@ def _of_block(block: BlockSpec) -> Iterator[tuple[Role, LinearSpec, int | None]]
         yield "qkv", block.qkv, None
     elif isinstance(block, RecurrentSpec):
         yield "state_inputs", block.inputs, None
-        yield "state_rates", block.rates, None
+        if isinstance(block, DeltaRuleSpec):
+            yield "state_rates", block.rates, None
     elif isinstance(block, LatentAttentionSpec):
         if block.query_down is not None:
             yield "query_down", block.query_down, None

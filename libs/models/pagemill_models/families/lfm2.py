@@ -1,0 +1,108 @@
+"""LFM2 (arXiv 2511.23404): short convolutions between gates in most layers, attention in the others."""
+
+from __future__ import annotations
+
+from pagemill_models.declaration.caches import ShortConvolutionSpec
+from pagemill_models.declaration.config_values import ConfigValues
+from pagemill_models.declaration.declaration import (
+    AttentionSpec,
+    DecoderSpec,
+    EmbeddingSpec,
+    HeadSpec,
+    LayerSpec,
+    MLPSpec,
+    NormSpec,
+    RopeSpec,
+)
+from pagemill_models.declaration.family import Family
+from pagemill_models.declaration.parts import head_size, linear, sequential
+
+FULL, CONVOLUTION = "full_attention", "conv"
+
+
+def read_config(config: ConfigValues) -> DecoderSpec:
+    size, num_layers = config.size("hidden_size"), config.size("num_layers", "num_hidden_layers")
+    num_heads = config.size("num_heads", "num_attention_heads")
+    vocab_size, context = config.size("vocab_size"), config.size("max_position_embeddings", default=128_000)
+    head_dim = config.size("head_dim", default=head_size(size, num_heads))
+    rope, eps = config.rope(head_dim, context), config.epsilon("norm_eps", default=1e-5)
+    kinds = config.layer_types(num_layers) or _by_indices(config, num_layers)
+    unknown = next((kind for kind in kinds if kind not in (FULL, CONVOLUTION)), None)
+    if unknown is not None:
+        raise config.unsupported(f"layers of the type `{unknown}`")
+    inner = _inner_size(config)
+
+    def layer(index: int, kind: str) -> LayerSpec:
+        name = f"model.layers.{index}"
+        norms = [NormSpec(name=f"{name}.{which}_norm", size=size, eps=eps) for which in ("operator", "ffn")]
+        mixer = _attention(config, name, rope, eps) if kind == FULL else _convolution(config, f"{name}.conv", size)
+        forward = f"{name}.feed_forward"
+        mlp = MLPSpec(
+            up=linear(size, (f"{forward}.w1", inner), (f"{forward}.w3", inner)),
+            down=linear(inner, (f"{forward}.w2", size)),
+            activation="silu",
+            gated=True,
+        )
+        return sequential(name, (norms[0], mixer), (norms[1], mlp))
+
+    return DecoderSpec(
+        architecture=config.architecture,
+        hidden_size=size,
+        vocab_size=vocab_size,
+        max_position_embeddings=context,
+        embedding=EmbeddingSpec(name="model.embed_tokens", num_rows=vocab_size, size=size),
+        layers=tuple(layer(index, kind) for index, kind in enumerate(kinds)),
+        norm=NormSpec(name="model.embedding_norm", size=size, eps=eps),
+        head=HeadSpec(name="lm_head", tied=config.flag("tie_embedding", config.flag("tie_word_embeddings", True))),
+    )
+
+
+def _by_indices(config: ConfigValues, num_layers: int) -> list[str]:
+    found = set(config.integers("full_attn_idxs")) if config.has("full_attn_idxs") else set(range(num_layers))
+    if not found <= set(range(num_layers)):
+        raise config.wrong("full_attn_idxs", sorted(found), f"numbers of the {num_layers} layers")
+    return [FULL if index in found else CONVOLUTION for index in range(num_layers)]
+
+
+def _inner_size(config: ConfigValues) -> int:
+    size = config.size("intermediate_size", "block_ff_dim", "intermediate_size", default=12_288)
+    if not config.flag("block_auto_adjust_ff_dim", True):
+        return size
+    multiple = config.size("block_multiple_of", default=256)
+    factor = config.optional_number("block_ffn_dim_multiplier") or 1.0
+    inner = int(factor * int(2 * size / 3))
+    return max(1, -(-inner // multiple)) * multiple
+
+
+def _attention(config: ConfigValues, layer: str, rope: RopeSpec, eps: float) -> AttentionSpec:
+    name, size = f"{layer}.self_attn", config.size("hidden_size")
+    num_heads = config.size("num_heads", "num_attention_heads")
+    num_kv_heads = config.size("num_kv_heads", "num_key_value_heads", default=8)
+    head_dim = rope.rotary_dim
+    rows = {"q": num_heads * head_dim, "k": num_kv_heads * head_dim, "v": num_kv_heads * head_dim}
+    return AttentionSpec(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        qkv=linear(size, *((f"{name}.{part}_proj", count) for part, count in rows.items())),
+        output=linear(rows["q"], (f"{name}.out_proj", size)),
+        scale=head_dim**-0.5,
+        rope=rope,
+        query_norm=NormSpec(name=f"{name}.q_layernorm", size=head_dim, eps=eps),
+        key_norm=NormSpec(name=f"{name}.k_layernorm", size=head_dim, eps=eps),
+    )
+
+
+def _convolution(config: ConfigValues, name: str, size: int) -> ShortConvolutionSpec:
+    biased = config.flag("conv_bias", False)
+    return ShortConvolutionSpec(
+        name=f"{name}.conv",
+        channels=size,
+        width=config.size("conv_L_cache", default=3),
+        bias=biased,
+        inputs=linear(size, (f"{name}.in_proj", 3 * size), bias=biased),
+        output=linear(size, (f"{name}.out_proj", size), bias=biased),
+    )
+
+
+FAMILY = Family(read_config)
