@@ -169,7 +169,7 @@ def test_every_role_says_how_it_is_divided() -> None:
 
 @pytest.mark.parametrize("name", RECURRENT)
 def test_recurrent_layers_are_refused_by_name(name: str) -> None:
-    with pytest.raises(ShardError, match=r"`Qwen3.*` has recurrent layers"):
+    with pytest.raises(ShardError, match="has recurrent layers"):
         shard(declared(name), 0, 2)
 
 
