@@ -40,8 +40,27 @@ class Argument(NamedTuple):
     """`serve` or `LLM` if only one of them has the argument."""
 
 
-_PARSERS = {"llama3_json": "llama3-json", "qwen3_coder": "qwen3-coder", "deepseek_v3": "deepseek", "openai": "harmony"}
-_REASONING = {"deepseek_r1": "think", "qwen3": "think", "mistral": "magistral", "openai_gptoss": "harmony"}
+_PARSERS = {
+    "llama3_json": "llama3-json",
+    "qwen3_coder": "qwen3-coder",
+    "qwen3_xml": "qwen3-coder",
+    "deepseek_v3": "deepseek",
+    "deepseek_v31": "deepseek",
+    "openai": "harmony",
+    "glm45": "glm",
+    "glm47": "glm",
+    "kimi_k2": "kimi-k2",
+    "minimax_m2": "minimax-m2",
+    "seed_oss": "seed-oss",
+    "hunyuan_a13b": "hunyuan",
+    "ernie45": "hermes",
+}
+_REASONING = {
+    **dict.fromkeys(("deepseek_r1", "qwen3", "glm45", "kimi_k2", "minimax_m2", "hunyuan_a13b", "ernie45"), "think"),
+    "mistral": "magistral",
+    "seed_oss": "seed-oss",
+    "openai_gptoss": "harmony",
+}
 _FLOATS = {"half": "float16", "float": "float32"}
 _KV = "The KV cache takes nine tenths of a GPU's free memory, on a CPU 1 GiB or a quarter of the free memory; "
 _ONE = (

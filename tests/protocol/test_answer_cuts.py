@@ -25,6 +25,14 @@ MARKERS = {
     "mistral": ["[TOOL_CALLS]"],
     "pythonic": ["<|python_start|>", "<|python_tag|>"],
     "qwen3-coder": ["<tool_call>", "<function="],
+    "seed-oss": ["<seed:tool_call>", "<function="],
+    "minimax-m2": ["<minimax:tool_call>", '<invoke name="'],
+    "glm": ["<tool_call>"],
+    "kimi-k2": ["<|tool_calls_section_begin|>"],
+    "gemma4": ["<|tool_call>"],
+    "nemotron": ["<TOOLCALL>"],
+    "hunyuan": ["<tool_calls>"],
+    "lfm2": ["<|tool_call_start|>"],
     "deepseek": ["<｜tool▁calls▁begin｜>"],
     "harmony": ["<|end|>", "<|call|>", "<|return|>"],
 }
@@ -163,6 +171,13 @@ FORCED = {
     "pythonic": "[weather(",
     "qwen3-coder": "<tool_call>\n<function=weather>\n",
     "deepseek": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n",
+    "seed-oss": "<seed:tool_call>\n<function=weather>\n",
+    "minimax-m2": '<minimax:tool_call>\n<invoke name="weather">\n',
+    "glm": "<tool_call>weather\n",
+    "kimi-k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>",
+    "nemotron": '<TOOLCALL>[{"name": "weather", "arguments": ',
+    "hunyuan": '<tool_calls>[{"name": "weather", "arguments": ',
+    "lfm2": "<|tool_call_start|>[weather(",
     "harmony": "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>",
 }
 
@@ -183,6 +198,15 @@ IN_REASONING = {
     "pythonic": '<|python_start|>[weather(city="Rome")]<|python_end|>',
     "qwen3-coder": "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n</function>\n</tool_call>",
     "deepseek": '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"city": "</think>"}',
+    "seed-oss": "<seed:tool_call>\n<function=weather>\n<parameter=city>Rome</parameter>\n</function></seed:tool_call>",
+    "minimax-m2": '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Rome</parameter>\n</invoke>\n',
+    "glm": "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n</tool_call>",
+    "kimi-k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
+    '{"city": "</think>"}',
+    "gemma4": '<|tool_call>call:weather{city:<|"|></think><|"|>}<tool_call|>',
+    "nemotron": '<TOOLCALL>[{"name": "weather", "arguments": {"city": "</think>"}}]</TOOLCALL>',
+    "hunyuan": '<tool_calls>[{"name": "weather", "arguments": {"city": "</think>"}}]</tool_calls>',
+    "lfm2": '<|tool_call_start|>[weather(city="Rome")]<|tool_call_end|>',
 }
 
 

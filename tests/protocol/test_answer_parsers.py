@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import pytest
 from answer_cases import ALL, CASES, calls_of, events_of, merged, text_of
 from hypothesis import given, settings
@@ -16,7 +19,12 @@ from pagemill_api.answers.events import (
     Reasoning,
 )
 from pagemill_api.answers.parser import AnswerParser
-from pagemill_api.answers.registry import reasoning_parser_names, tool_parser_names
+from pagemill_api.answers.registry import (
+    call_syntax,
+    detect_tools,
+    reasoning_parser_names,
+    tool_parser_names,
+)
 from pagemill_protocol.request.answer_format import AnswerFormat
 
 FORMS = [
@@ -28,7 +36,7 @@ FORMS = [
 
 def test_every_registered_parser_has_a_case() -> None:
     assert set(tool_parser_names()) == {"auto", "none", *CASES}
-    assert reasoning_parser_names() == ["auto", "none", "think", "magistral", "harmony"]
+    assert reasoning_parser_names() == ["auto", "none", "think", "magistral", "seed-oss", "gemma4", "harmony"]
 
 
 @pytest.mark.parametrize(("name", "answer", "content", "calls"), ALL)
@@ -87,9 +95,18 @@ TRIGGERS = {
     "mistral": ('[TOOL_CALLS] [{"name": "weather"', ', "arguments": {'),
     "deepseek": ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>", "{"),
     "harmony": ("<|channel|>commentary to=functions.weather <|constrain|>json<|message|>", "{"),
-    # These formats write arguments one by one, and each becomes JSON when it is complete.
-    "qwen3-coder": ("<tool_call>\n<function=weather>", "\n<parameter=city>\nRome\n</parameter>"),
+    "kimi-k2": ("<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>", "{"),
+    "gemma4": ("<|tool_call>call:weather{", ""),
+    "nemotron": ('<TOOLCALL>[{"name": "weather"', ', "arguments": {'),
+    "hunyuan": ('<tool_calls>[{"name": "weather"', ', "arguments": {'),
+    # These formats write arguments one by one.
+    "qwen3-coder": ("<tool_call>\n<function=weather>", "\n<parameter=city>\nR"),
+    "seed-oss": ("<seed:tool_call>\n<function=weather>", "\n<parameter=city>R"),
+    "minimax-m2": ('<minimax:tool_call>\n<invoke name="weather">', '\n<parameter name="city">R'),
+    "glm": ("<tool_call>weather\n", "<arg_key>city</arg_key>\n<arg_value>R"),
+    # A call is Python when it is complete.
     "pythonic": ("[weather(city='Rome'", ""),
+    "lfm2": ("<|tool_call_start|>[weather(city='Rome'", ""),
 }
 """For each parser, a text that names the function and the text that produces the first piece of the arguments."""
 
@@ -105,6 +122,39 @@ def test_a_calls_first_events_are_at_most_one_character_late(name: str) -> None:
             seen.setdefault(type(event), num_chars)
     assert seen[CallBegin] <= len(named) + 1
     assert seen[CallArguments] <= len(named + argued) + 1
+
+
+@pytest.mark.parametrize("name", sorted(set(CASES) - {"harmony", "llama3-json"}))
+def test_a_format_is_detected_by_its_calls_and_parses_what_it_writes(name: str) -> None:
+    template = {"deepseek": "```json"}.get(name, "")
+    syntax = call_syntax(name, template)
+    assert syntax is not None
+    calls: list[tuple[str, Any]] = [("weather", {"city": "Rome"}), ("f", {"a": 1, "b": [True, {"c": "x"}]})]
+    written = syntax.example(calls)
+    assert detect_tools(written) == name
+    assert calls_of(events_of(AnswerFormat(tools=name, string_parameters={"weather": ["city"]}), written)) == calls
+
+
+STREAMED = {
+    "qwen3-coder": ("<tool_call>\n<function=weather>\n<parameter=city>\n", "\n</parameter>"),
+    "seed-oss": ("<seed:tool_call>\n<function=weather>\n<parameter=city>", "</parameter>"),
+    "minimax-m2": ('<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">', "</parameter>"),
+    "glm": ("<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>", "</arg_value>"),
+    "gemma4": ('<|tool_call>call:weather{city:<|"|>', '<|"|>'),
+}
+
+
+@pytest.mark.parametrize("name", STREAMED)
+def test_a_long_text_argument_grows_with_the_answer(name: str) -> None:
+    before, after = STREAMED[name]
+    parser = AnswerParser(AnswerFormat(tools=name, string_parameters={"weather": ["city"]}))
+    parser.push(before)
+    seen = ""
+    for piece in ("Once", ' "upon"', "\n\n a", " time\\"):
+        events = parser.push(piece)
+        seen += "".join(event.text for event in events if isinstance(event, CallArguments))
+        assert seen.endswith(json.dumps(piece)[1:-1])
+    assert parser.push(after) == [CallArguments('"')]
 
 
 def test_without_parallel_calls_only_the_first_call_is_returned() -> None:

@@ -89,6 +89,17 @@ def test_ids_have_the_form_of_the_models_parser_and_are_unique_over_choices_and_
         assert set(ids_of(dialect, "mistral", "resp-1", stream=False, choice=1)).isdisjoint(short)
 
 
+def test_ids_are_numbered_over_the_chat_for_templates_whose_calls_begin_with_them(byte_tokenizer: Tokenizer) -> None:
+    template = (
+        NATIVE
+        + "<|tool_calls_section_begin|>{% for m in messages if m.tool_call_id %}<{{ m.tool_call_id }}>{% endfor %}"
+    )
+    foreign = ["call_0123456789abcdef01234567", "toolu_9"]
+    text = rendered(byte_tokenizer, template, [call(each, arguments="{}") for each in foreign], foreign[::-1])
+    assert re.findall(r"functions\.f:\d", text) == [f"functions.f:{number}" for number in (0, 1, 1, 0)]
+    assert not any(each in text for each in foreign)
+
+
 def test_ids_of_other_servers_are_shortened_consistently_for_templates_that_need_it(byte_tokenizer: Tokenizer) -> None:
     foreign = ["call_0123456789abcdef01234567", "toolu_9", "Abcd12345"]
     calls = [call(each, arguments="{}") for each in foreign]

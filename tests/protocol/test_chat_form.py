@@ -63,6 +63,18 @@ SPECIAL = (
     "<|start|>",
     "[THINK]",
     "[/THINK]",
+    "<|tool_calls_section_begin|>",
+    "<|tool_call_begin|>",
+    "<|tool_call_argument_begin|>",
+    "<|tool_call_end|>",
+    "<|tool_call>",
+    "<tool_call|>",
+    '<|"|>',
+    "<minimax:tool_call>",
+    "<seed:tool_call>",
+    "<arg_key>",
+    "</arg_value>",
+    "<|tool_call_start|>",
 )
 EOS = 256
 CLOSING = frozenset(b'"}]<')
@@ -198,6 +210,14 @@ STARTS = {
     "llama3-json": ('{"name": ', ""),
     "pythonic": ("[", ""),
     "harmony": ("<|channel|>commentary to=functions.", ""),
+    "kimi-k2": ("Well. <|tool_calls_section_begin|>", "Well."),
+    "gemma4": ("Well. <|tool_call>", "Well."),
+    "minimax-m2": ("Well. <minimax:tool_call>", "Well."),
+    "seed-oss": ("Well. <seed:tool_call>", "Well."),
+    "glm": ("Well. <tool_call>", "Well."),
+    "nemotron": ("Well. <TOOLCALL>", "Well."),
+    "hunyuan": ("Well. <tool_calls>", "Well."),
+    "lfm2": ("Well. <|tool_call_start|>", "Well."),
 }
 
 

@@ -59,6 +59,80 @@ CASES: dict[str, list[tuple[str, str, list[tuple[str, object]]]]] = {
         ("<tool_call><function=now></function></tool_call>", "", [("now", {})]),
         ("<function=weather><parameter=city>42</parameter></function>", "", [("weather", {"city": "42"})]),
     ],
+    "seed-oss": [
+        (
+            "Sure.\n<seed:tool_call>\n<function=weather>\n<parameter=city>Rome</parameter>\n<parameter=days>2"
+            "</parameter>\n</function>\n</seed:tool_call>",
+            "Sure.",
+            [("weather", {"city": "Rome", "days": 2})],
+        ),
+        ("<seed:tool_call><function=now></function></seed:tool_call>", "", [("now", {})]),
+    ],
+    "minimax-m2": [
+        (
+            'Sure.\n<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Rome</parameter>\n</invoke>\n'
+            '<invoke name="f">\n<parameter name="days">[1, {"a": "b"}]</parameter>\n</invoke>\n</minimax:tool_call>',
+            "Sure.",
+            [ROME, ("f", {"days": [1, {"a": "b"}]})],
+        ),
+        ('<minimax:tool_call><invoke name="now"></invoke></minimax:tool_call>', "", [("now", {})]),
+    ],
+    "glm": [
+        (
+            "Sure.\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n<arg_key>days</arg_key>\n"
+            "<arg_value>2</arg_value>\n</tool_call>\n<tool_call>now\n</tool_call>",
+            "Sure.",
+            [("weather", {"city": "Rome", "days": 2}), ("now", {})],
+        ),
+        (
+            "<tool_call>weather<arg_key>city</arg_key><arg_value>a\nb</arg_value></tool_call>",
+            "",
+            [("weather", {"city": "a\nb"})],
+        ),
+    ],
+    "kimi-k2": [
+        (
+            "Sure.<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
+            '{"city": "Rome"}<|tool_call_end|><|tool_call_begin|>functions.a.b:1<|tool_call_argument_begin|>{}'
+            "<|tool_call_end|><|tool_calls_section_end|>",
+            "Sure.",
+            [ROME, ("a.b", {})],
+        ),
+    ],
+    "gemma4": [
+        (
+            'Sure.<|tool_call>call:weather{city:<|"|>Rome "<|"|>,days:2,at:[{x:<|"|>é\n<|"|>,<|"|>y<|"|>:null}],z:true}'
+            "<tool_call|><|tool_call>call:now{}<tool_call|>",
+            "Sure.",
+            [
+                ("weather", {"city": 'Rome "', "days": 2, "at": [{"x": "é\n", "y": None}], "z": True}),
+                ("now", {}),
+            ],
+        ),
+        ("<|tool_call>call:weather{city:Rome}<tool_call|>", "", [ROME]),
+    ],
+    "nemotron": [
+        (
+            'Sure.\n<TOOLCALL>[{"name": "weather", "arguments": {"city": "Rome"}}, {"name": "now", "arguments": {}}]'
+            "</TOOLCALL>",
+            "Sure.",
+            [ROME, ("now", {})],
+        ),
+    ],
+    "hunyuan": [
+        (
+            'Sure.<tool_calls>[{"name": "weather", "arguments": {"city": "Rome"}}]</tool_calls>',
+            "Sure.",
+            [ROME],
+        ),
+    ],
+    "lfm2": [
+        (
+            'Sure.<|tool_call_start|>[weather(city="Rome"), now()]<|tool_call_end|>',
+            "Sure.",
+            [ROME, ("now", {})],
+        ),
+    ],
     "deepseek": [
         (CALLS % ((V3 % '{"city": "Rome"}') + "\n" + (V3 % json.dumps(OSLO[1]))), "", [ROME, OSLO]),
         ("Text." + CALLS % (V31 % '{"city": "Rome"}'), "Text.", [ROME]),

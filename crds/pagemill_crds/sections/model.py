@@ -138,11 +138,12 @@ class ModelSection(Section):
     """Jinja2 chat template that replaces the model's own."""
     tool_call_parser: ParserName = "auto"
     """Parser of tool calls in answers: `hermes`, `llama3-json`, `pythonic`, `mistral`, `qwen3-coder`, `deepseek`,
-    `harmony` or a parser of an installed package. `auto` chooses the parser that fits the chat template; with `none`,
+    `harmony`, `gemma4`, `glm`, `hunyuan`, `kimi-k2`, `lfm2`, `minimax-m2`, `nemotron`, `seed-oss` or a parser of an
+    installed package. `auto` chooses the parser that fits the chat template; with `none`,
     requests with tools are refused."""
     reasoning_parser: ParserName = "auto"
-    """Parser that separates reasoning from the answer: `think`, `magistral`, `harmony` or `auto`. With `none`,
-    reasoning stays in the text."""
+    """Parser that separates reasoning from the answer: `think`, `magistral`, `harmony`, `gemma4`, `seed-oss` or `auto`.
+    With `none`, reasoning stays in the text."""
     generation_defaults: GenerationDefaultsSection | None = None
     """Sampling parameters of requests that send none."""
     adapters: Annotated[list[Adapter], merged_by("name", 64)] = Field(default_factory=list)

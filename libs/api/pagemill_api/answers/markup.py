@@ -49,15 +49,18 @@ class MarkupParser:
     def _rest(self) -> None:
         """Emit what the current state held back, after the end of the text, except parts of incomplete calls."""
 
-    def _take(self, *markers: str) -> tuple[str, str]:
-        """Consume the text before the first of `markers`, and that marker, which is "" if there is none yet."""
+    def _take(self, *markers: str, releases: bool = True) -> tuple[str, str]:
+        """Consume the text before the first of `markers`, and that marker, which is "" if there is none yet.
+
+        `releases`: the beginning of a marker at the end of the answer is text.
+        """
         found = [(at, marker) for marker in markers if (at := self._buffer.find(marker)) >= 0]
         if found:
             at, marker = min(found)
             text, self._buffer = self._buffer[:at], self._buffer[at + len(marker) :]
             return text, marker
         at = _held_from(self._buffer, markers)
-        if self._final and not (self._follows_call and not self._buffer[:at].strip()):
+        if self._final and releases and not (self._follows_call and not self._buffer[:at].strip()):
             at = len(self._buffer)
         text, self._buffer = self._buffer[:at], self._buffer[at:]
         return text, ""

@@ -10,18 +10,32 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, lru_cache, partial
 from importlib.metadata import entry_points
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from pagemill_api.answers.call_syntax import CallSyntax
 from pagemill_api.answers.events import Parser
-from pagemill_api.answers.formats import deepseek, harmony, hermes, llama3_json, mistral, pythonic, qwen3_coder
+from pagemill_api.answers.formats import (
+    deepseek,
+    gemma4,
+    glm,
+    harmony,
+    hermes,
+    json_list,
+    llama3_json,
+    mistral,
+    pythonic,
+    tagged,
+)
 from pagemill_api.answers.formats.deepseek import DeepSeekParser
+from pagemill_api.answers.formats.gemma4 import Gemma4Parser
+from pagemill_api.answers.formats.glm import GlmParser
 from pagemill_api.answers.formats.harmony import HarmonyParser
 from pagemill_api.answers.formats.hermes import HermesParser
+from pagemill_api.answers.formats.json_list import JsonListParser
 from pagemill_api.answers.formats.llama3_json import Llama3JsonParser
 from pagemill_api.answers.formats.mistral import MistralParser
 from pagemill_api.answers.formats.pythonic import PythonicParser
-from pagemill_api.answers.formats.qwen3_coder import Qwen3CoderParser
+from pagemill_api.answers.formats.tagged import TaggedParser, Tags
 from pagemill_api.answers.formats.think import ThinkParser
 from pagemill_protocol.request.answer_format import AnswerFormat, ControlTokenMode, HostedToolMode
 from pagemill_protocol.source_errors import SourceError
@@ -51,16 +65,46 @@ class ToolFormat(NamedTuple):
     syntax: Callable[[str], CallSyntax] | None = None
     """Returns the call syntax of a model with this chat template; `None`: calls can be neither forced nor
     constrained."""
-    short_call_ids: bool = False
-    """Ids of calls have nine letters and digits, as the templates of these models require."""
+    call_ids: Literal["", "short", "named"] = ""
+    """The form of the ids of calls that the templates of these models require: nine letters and digits, or
+    `functions.NAME:NUMBER`, counted over the chat; empty: any."""
+
+
+def _tagged(name: str, tags: Tags, sign: str) -> ToolFormat:
+    syntax = tagged.syntax_of(tags)
+    return ToolFormat(name, partial(TaggedParser, tags), sign, lambda _: syntax)
+
+
+def _json_list(name: str, begin: str, end: str) -> ToolFormat:
+    syntax = json_list.syntax_of(begin, end)
+    return ToolFormat(name, lambda _: JsonListParser(begin, end), re.escape(begin), lambda _: syntax)
 
 
 BUILT_IN = (
     ToolFormat(HARMONY, lambda _: HarmonyParser(), r"<\|channel\|>", lambda _: harmony.SYNTAX),
-    ToolFormat("deepseek", lambda _: DeepSeekParser(), re.escape(deepseek.BEGIN), deepseek.syntax),
-    ToolFormat("qwen3-coder", Qwen3CoderParser, r"<function=[\s\S]*<parameter=", lambda _: qwen3_coder.SYNTAX),
-    ToolFormat(HERMES, lambda _: HermesParser(), r"<tool_call>(?![\s\S]*<arg_key>)", lambda _: hermes.SYNTAX),
-    ToolFormat("mistral", lambda _: MistralParser(), r"\[TOOL_CALLS\]", mistral.syntax, short_call_ids=True),
+    ToolFormat("deepseek", lambda _: DeepSeekParser(), re.escape(deepseek.DEEPSEEK.begin), deepseek.syntax),
+    ToolFormat(
+        "kimi-k2",
+        lambda _: DeepSeekParser(deepseek.KIMI_K2),
+        re.escape(deepseek.KIMI_K2.begin),
+        lambda _: deepseek.KIMI_K2_SYNTAX,
+        call_ids="named",
+    ),
+    ToolFormat("gemma4", lambda _: Gemma4Parser(), r"<\|tool_call>", lambda _: gemma4.SYNTAX),
+    _tagged("minimax-m2", tagged.MINIMAX_M2, re.escape(tagged.MINIMAX_M2.call)),
+    _tagged("seed-oss", tagged.SEED_OSS, re.escape(tagged.SEED_OSS.call)),
+    _tagged("qwen3-coder", tagged.QWEN3_CODER, r"<function=[\s\S]*<parameter="),
+    ToolFormat("glm", GlmParser, re.escape(glm.KEY), lambda _: glm.SYNTAX),
+    ToolFormat(HERMES, lambda _: HermesParser(), r"<tool_call>", lambda _: hermes.SYNTAX),
+    ToolFormat("mistral", lambda _: MistralParser(), r"\[TOOL_CALLS\]", mistral.syntax, call_ids="short"),
+    _json_list("nemotron", *json_list.NEMOTRON),
+    _json_list("hunyuan", *json_list.HUNYUAN),
+    ToolFormat(
+        "lfm2",
+        lambda _: PythonicParser(pythonic.LFM2[:1], pythonic.LFM2[1]),
+        re.escape(pythonic.LFM2[0]),
+        lambda _: pythonic.LFM2_SYNTAX,
+    ),
     ToolFormat("pythonic", lambda _: PythonicParser(), r"\[\w+\(\w+=", lambda _: pythonic.SYNTAX),
     ToolFormat(
         "llama3-json",
@@ -70,7 +114,12 @@ BUILT_IN = (
     ),
 )
 """In the order of detection."""
-MARKERS = {"think": ("<think>", "</think>"), "magistral": ("[THINK]", "[/THINK]")}
+MARKERS = {
+    "think": ("<think>", "</think>"),
+    "magistral": ("[THINK]", "[/THINK]"),
+    "seed-oss": ("<seed:think>", "</seed:think>"),
+    "gemma4": gemma4.REASONING,
+}
 REASONING_ENDS = {**MARKERS, HARMONY: harmony.REASONING}
 """The markers before and after reasoning."""
 
@@ -109,8 +158,8 @@ def reasoning_parser(answer_format: AnswerFormat) -> Parser:
     return ThinkParser(begin, end, answer_format.starts_in_reasoning, call_markers, make_tools)
 
 
-def has_short_call_ids(name: str) -> bool:
-    return bool(name) and tool_formats()[name].short_call_ids
+def call_id_form(name: str) -> Literal["", "short", "named"]:
+    return tool_formats()[name].call_ids if name else ""
 
 
 def check_parsers(settings: ParserSettings) -> None:
@@ -121,7 +170,7 @@ def check_parsers(settings: ParserSettings) -> None:
 
 def hides_markers(answer_format: AnswerFormat) -> bool:
     """Whether the text contains the format's markers only if special tokens are included."""
-    return bool(answer_format.tools) or answer_format.reasoning in ("magistral", HARMONY)
+    return bool(answer_format.tools) or answer_format.reasoning in ("magistral", "seed-oss", "gemma4", HARMONY)
 
 
 @lru_cache(maxsize=256)

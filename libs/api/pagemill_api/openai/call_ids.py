@@ -8,11 +8,11 @@ from __future__ import annotations
 import hashlib
 import re
 import string
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from pagemill_api.answers.registry import detect_tools, has_short_call_ids
+from pagemill_api.answers.registry import call_id_form, detect_tools
 from pagemill_protocol.request.generate import GenerateRequest
 
 _LETTERS = string.ascii_letters + string.digits
@@ -31,7 +31,7 @@ class CallIds(NamedTuple):
     @classmethod
     def of_request(cls, request: GenerateRequest) -> CallIds:
         tools = request.answer_format.tools if request.answer_format is not None else ""
-        return cls(request.response_id or request.request_id, has_short_call_ids(tools))
+        return cls(request.response_id or request.request_id, call_id_form(tools) == "short")
 
     def of(self, choice: int, index: int, *, prefix: str = "call") -> str:
         place = f"{self.response_id}/{choice}/{index}"
@@ -51,23 +51,40 @@ def short_id(text: str) -> str:
 
 
 @lru_cache(maxsize=256)
-def needs_short_ids(template: str, tool_format: str) -> bool:
-    """Whether a chat template takes ids of nine letters and digits only. `tool_format`: the deployment's parser."""
-    formats = {tool_format, detect_tools(template)}
-    return any(map(has_short_call_ids, formats)) or _CHECKS_LENGTH.search(template) is not None
+def _form_of(template: str, tool_format: str) -> str:
+    if _CHECKS_LENGTH.search(template) is not None:
+        return "short"
+    return call_id_form(tool_format) or call_id_form(detect_tools(template))
 
 
-def with_short_ids(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages for templates with all ids of calls short; equal ids stay equal."""
-    return [_with_short_ids(message) for message in messages]
+def with_template_ids(messages: Sequence[dict[str, Any]], template: str, tool_format: str) -> list[dict[str, Any]]:
+    """Return the messages with the ids of calls that the chat template takes; equal ids stay equal.
+
+    `tool_format`: the deployment's parser.
+    """
+    form = _form_of(template, tool_format)
+    if form == "short":
+        return [_with_ids(message, _shortened) for message in messages]
+    return _with_named_ids(messages) if form == "named" else list(messages)
 
 
-def _with_short_ids(message: dict[str, Any]) -> dict[str, Any]:
+def _with_named_ids(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Number all calls of the chat. Results refer to the last call of their id."""
+    changed, names, number = [], dict[str, str](), 0
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            names[call["id"]] = f"functions.{call['function']['name']}:{number}"
+            number += 1
+        changed.append(_with_ids(message, lambda call_id: names.get(call_id, call_id)))
+    return changed
+
+
+def _with_ids(message: dict[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
     changed = dict(message)
     if "tool_calls" in message:
-        changed["tool_calls"] = [{**call, "id": _shortened(call["id"])} for call in message["tool_calls"]]
+        changed["tool_calls"] = [{**call, "id": change(call["id"])} for call in message["tool_calls"]]
     if "tool_call_id" in message:
-        changed["tool_call_id"] = _shortened(message["tool_call_id"])
+        changed["tool_call_id"] = change(message["tool_call_id"])
     return changed
 
 

@@ -28,7 +28,7 @@ from pagemill_api.answers.registry import (
 )
 from pagemill_api.answers.tool_prompt import with_tool_prompt
 from pagemill_api.grammars.schemas.reading import text_properties
-from pagemill_api.openai.call_ids import needs_short_ids, with_short_ids
+from pagemill_api.openai.call_ids import with_template_ids
 from pagemill_api.openai.schemas import ChatCompletionRequest, ChatTemplateFields, TokenizeRequest
 from pagemill_protocol.errors import PagemillError, invalid_field, show, unavailable
 from pagemill_protocol.request.answer_format import AnswerFormat
@@ -81,8 +81,7 @@ def chat_format(
         reasoning = detect_reasoning(template, parsers.reasoning)
     except SourceError as error:
         raise unavailable(f"The model's answers cannot be parsed: {error}", code="model_not_ready") from error
-    if needs_short_ids(template, tool_format):
-        messages = with_short_ids(messages)
+    messages = with_template_ids(messages, template, tool_format)
     if tools and are_text:
         tools = controls.shielded(tools)
     if callable_tools and parsers.tools == NONE:

@@ -1,25 +1,55 @@
-"""DeepSeek's formats: V3 and R1 write the call's type and fence its JSON, V3.1 writes only name and JSON."""
+"""DeepSeek's formats: V3 and R1 write the call's type and fence its JSON, V3.1 writes only name and JSON.
+
+Kimi K2 writes the same with other markers, and the call's id, `functions.NAME:NUMBER`, in place of the name.
+"""
 
 from __future__ import annotations
+
+import re
+from typing import NamedTuple
 
 from pagemill_api.answers.call_syntax import CallSyntax
 from pagemill_api.answers.json_text import ValueScanner
 from pagemill_api.answers.markup import MarkupParser
 
-BEGIN = "<｜tool▁calls▁begin｜>"
-_END = "<｜tool▁calls▁end｜>"
-_CALL, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
-_SEPARATOR = "<｜tool▁sep｜>"
-_FENCE = "```json"
-_V3 = CallSyntax(
-    begin=f"function{_SEPARATOR}%s\n{_FENCE}\n",
-    end="\n```" + _CALL_END,
-    opening=BEGIN + _CALL,
-    separator="\n" + _CALL,
-    closing=_END,
-    trigger=BEGIN,
+
+class CallMarkers(NamedTuple):
+    begin: str
+    end: str
+    call: str
+    call_end: str
+    separator: str
+
+
+DEEPSEEK = CallMarkers(
+    "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
 )
-_V31 = _V3._replace(begin="%s" + _SEPARATOR, end=_CALL_END, separator=_CALL)
+KIMI_K2 = CallMarkers(
+    "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_end|>",
+    "<|tool_call_argument_begin|>",
+)  # fmt: skip
+_FENCE = "```json"
+_ID = re.compile(r"(?:functions\.)?(?P<name>.*?)(?::\d+)?", re.DOTALL)
+
+
+def _plain(markers: CallMarkers, header: str) -> CallSyntax:
+    return CallSyntax(
+        begin=header + markers.separator,
+        end=markers.call_end,
+        opening=markers.begin + markers.call,
+        separator=markers.call,
+        closing=markers.end,
+        trigger=markers.begin,
+    )
+
+
+_V31 = _plain(DEEPSEEK, "%s")
+_V3 = _V31._replace(
+    begin=f"function{DEEPSEEK.separator}%s\n{_FENCE}\n",
+    end="\n```" + DEEPSEEK.call_end,
+    separator="\n" + DEEPSEEK.call,
+)
+KIMI_K2_SYNTAX = _plain(KIMI_K2, "functions.%s:0")
 
 
 def syntax(template: str) -> CallSyntax:
@@ -27,24 +57,27 @@ def syntax(template: str) -> CallSyntax:
 
 
 class DeepSeekParser(MarkupParser):
-    call_markers = (BEGIN,)
+    def __init__(self, markers: CallMarkers = DEEPSEEK) -> None:
+        super().__init__()
+        self._markers = markers
+        self.call_markers = (markers.begin,)
 
     def _text(self) -> bool:
-        text, marker = self._take(BEGIN)
+        text, marker = self._take(self._markers.begin)
         self._content(text)
         if marker:
             self._state = self._between
         return bool(marker)
 
     def _between(self) -> bool:
-        _, marker = self._take(_CALL, _END)
+        _, marker = self._take(self._markers.call, self._markers.end)
         self._head = ""
         if marker:
-            self._state = self._name if marker == _CALL else self._text
+            self._state = self._name if marker == self._markers.call else self._text
         return bool(marker)
 
     def _name(self) -> bool:
-        text, marker = self._take(_SEPARATOR)
+        text, marker = self._take(self._markers.separator)
         self._head += text
         if not marker:
             return False
@@ -61,14 +94,17 @@ class DeepSeekParser(MarkupParser):
         return self._named() if marker else False
 
     def _named(self) -> bool:
-        self._begin(self._head.strip())
+        name = self._head.strip()
+        if self._markers is KIMI_K2 and (found := _ID.fullmatch(name)) is not None:
+            name = found["name"]
+        self._begin(name)
         self._scanner = ValueScanner()
         self._state = self._opening
         return True
 
     def _opening(self) -> bool:
         """Skip what precedes the JSON: white space, or a fence."""
-        _, marker = self._take("{", _CALL_END)
+        _, marker = self._take("{", self._markers.call_end)
         if marker == "{":
             self._buffer = marker + self._buffer
             self._state = self._value

@@ -1,10 +1,14 @@
-"""Llama's pythonic format: the answer is a list of calls, `[get_weather(city="Rome", days=2), now()]`."""
+"""Llama's pythonic format: the answer is a list of calls, `[get_weather(city="Rome", days=2), now()]`.
+
+LFM2 writes such lists between two markers, and text around them.
+"""
 
 from __future__ import annotations
 
 import ast
 import keyword
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from pagemill_api.answers.call_syntax import CallSyntax, Schema
@@ -15,6 +19,7 @@ from pagemill_api.structural_tags import ConstString, Format, JsonSchema, Option
 from pagemill_protocol.errors import show
 
 _TAGS = ("<|python_start|>", "<|python_tag|>")
+LFM2 = ("<|tool_call_start|>", "<|tool_call_end|>")
 _OPENING = re.compile(r"\[\s*[A-Za-z_][\w.]*\s*\(")
 _PARTIAL_KEYWORD = re.compile(r"[A-Za-z_][\w.]*\s*\(\s*(?:\Z|[A-Za-z_]\w*\s*(?:\Z|=)|\))")
 """The start of a call that may be complete later."""
@@ -67,13 +72,18 @@ SYNTAX = CallSyntax(
 )
 
 
+LFM2_SYNTAX = SYNTAX._replace(opening=LFM2[0] + "[", closing="]" + LFM2[1], trigger=LFM2[0])
+
+
 class PythonicParser(MarkupParser):
     """Emits a call as a whole, once its parenthesis closes."""
 
-    call_markers = _TAGS
-
-    def __init__(self) -> None:
+    def __init__(self, tags: Sequence[str] = _TAGS, end: str = "") -> None:
+        """`end`: the marker after a list that text may follow; empty: nothing follows, and untagged lists are calls."""
         super().__init__()
+        self.call_markers, self._end_tag = tags, end
+        if end:
+            self._state = self._words
         self._is_tagged = False
         self._opening = ""
         """What precedes the first call of a list."""
@@ -82,12 +92,14 @@ class PythonicParser(MarkupParser):
         """Read the start of the answer, where a list of calls may begin."""
         if not self._skip_space():
             return False
-        for tag in _TAGS:
+        for tag in self.call_markers:
             if self._buffer.startswith(tag):
                 self._buffer = self._buffer[len(tag) :]
                 self._is_tagged = True
                 return True
-        if not self._final and (_PARTIAL_OPENING.match(self._buffer) or any(t.startswith(self._buffer) for t in _TAGS)):
+        if not self._final and (
+            _PARTIAL_OPENING.match(self._buffer) or any(t.startswith(self._buffer) for t in self.call_markers)
+        ):
             return False
         if _OPENING.match(self._buffer):
             self._buffer, self._opening = self._buffer[1:], "["
@@ -99,7 +111,7 @@ class PythonicParser(MarkupParser):
         return True
 
     def _words(self) -> bool:
-        text, marker = self._take(*_TAGS)
+        text, marker = self._take(*self.call_markers)
         self._content(text)
         if marker:
             self._is_tagged = True
@@ -146,9 +158,15 @@ class PythonicParser(MarkupParser):
         self._state = self._between
 
     def _dropped(self) -> bool:
-        """Drop what follows the list, which is only an end marker."""
-        self._buffer = ""
-        return False
+        """Drop the end marker after the list. Without one in the format, drop all that follows."""
+        if not self._end_tag:
+            self._buffer = ""
+            return False
+        _, marker = self._take(self._end_tag)
+        if marker:
+            self._is_tagged = False
+            self._state = self._words
+        return bool(marker)
 
     def _rest(self) -> None:
         if self._state != self._call:
