@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -96,6 +97,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.pairs < 1:
         parser.error(f"--pairs {args.pairs}: at least 1")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that processes are ended and the worktree is removed
     logs = ROOT / ".pagemill" / "gate"
     rows, ratios = [], {}
     with checked_out(args.base) as base:

@@ -9,6 +9,8 @@ which all of them have ended. The figures to compare are those after half of the
 from __future__ import annotations
 
 import argparse
+import signal
+import sys
 import time
 
 from processes import tree_memory
@@ -30,6 +32,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=50.0, help="requests per second")
     parser.add_argument("--equal-prompts", action="store_true", help="send the prompts of the first minute each minute")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was started is ended
     num_requests = int(args.rate * (60 - PAUSE_S))
     found_mib: list[float] = []
     scene = Scene(num_pods=NUM_PODS, max_streams=MAX_STREAMS)

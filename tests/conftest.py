@@ -20,7 +20,7 @@ import os
 import signal
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -125,6 +125,26 @@ def _scope(nodeid: str) -> str:
     return next((folder for folder in SHARED if file.startswith(folder)), file)
 
 
+class _FromAnotherEntry(pytest.Dir):
+    """A folder that each worker reads from another entry on.
+
+    Files are compiled with their assertions rewritten, half of the time of a first collection. Workers that read the
+    same files at the same time would each compile all of them; so each finds most of them compiled by the others.
+    """
+
+    def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
+        found = list(super().collect())
+        worker = self.config.workerinput  # type: ignore[attr-defined]
+        first = len(found) * int(worker["workerid"].removeprefix("gw")) // worker["workercount"]
+        return found[first:] + found[:first]
+
+
+def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+    if not hasattr(parent.config, "workerinput"):
+        return None
+    return _FromAnotherEntry.from_parent(parent, path=path)
+
+
 def _from_longest(items: list[pytest.Item]) -> None:
     """Sort the tests from the longest to the shortest, so that workers do not wait for a long one at the end."""
     order = [*SHARED, *(f"tests/{file}" for file in (*LONGEST, *LONG_OF_FEW_TESTS))]
@@ -132,7 +152,7 @@ def _from_longest(items: list[pytest.Item]) -> None:
     scopes = {item.nodeid: _scope(item.nodeid) for item in items}
     sizes = Counter(scopes.values())
     place = {scope: (rank.get(scope, len(order)), -size, scope) for scope, size in sizes.items()}
-    items.sort(key=lambda item: place[scopes[item.nodeid]])
+    items.sort(key=lambda item: (place[scopes[item.nodeid]], item.path))
 
 
 @pytest.hookimpl(wrapper=True, trylast=True)

