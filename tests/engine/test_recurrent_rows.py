@@ -68,6 +68,7 @@ def run(
     return found, runner
 
 
+@pytest.mark.sample("2-0-True", "4-0-False", "3-5000-*", "9-300-True")
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(("num_states", "state_bytes"), [(2, 0), (4, 0), (40, 0), (3, 5000), (9, 300)])
 def test_answers_are_those_of_an_engine_without_states(
@@ -136,6 +137,7 @@ def test_nothing_is_read_that_a_failed_step_did_not_move(checking_runner: Make, 
     assert num_failed > 3
 
 
+@pytest.mark.sample("0-True", "2000-False")
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("state_bytes", [0, 2000])
 def test_failed_rows_and_steps_spoil_no_state(checking_runner: Make, overlap: bool, state_bytes: int) -> None:

@@ -156,7 +156,7 @@ def gateway_of(engines: list[Server], folder: Path) -> Iterator[Server]:
         yield gateway
 
 
-@pytest.mark.sample("time", "steps")
+@pytest.mark.sample("steps")
 @pytest.mark.parametrize(("parts", "prompt", "named"), HOSTILE.values(), ids=HOSTILE.keys())
 def test_others_requests_go_on_while_a_hostile_tokenizer_is_asked_for(
     parts: dict[str, Any], prompt: str, named: str, tmp_path: Path

@@ -143,9 +143,10 @@ def test_compiling_has_a_time_limit_and_the_next_form_is_checked(monkeypatch: py
     bomb = StructuredOutputs(json_schema='{"type": "integer", "multipleOf": 9973, "allOf": [{"multipleOf": 9967}]}')
     with pytest.raises(PagemillError, match="s to compile"):
         slow.check(bomb)
-    with monkeypatch.context() as patched, pytest.raises(PagemillError, match="s to compile"):
+    with monkeypatch.context() as patched:
         patched.setattr(slow, "_run", lambda form: pytest.fail("the verdict must be cached"))
-        slow.check(bomb)
+        with pytest.raises(PagemillError, match="s to compile"):
+            slow.check(bomb)
     slow.check(StructuredOutputs(regex="a+"))
 
 

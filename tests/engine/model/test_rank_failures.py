@@ -89,6 +89,7 @@ def before(place: str) -> str:
     return PLACES[PLACES.index(place) - 1]
 
 
+@pytest.mark.sample("a sum outside of the layers", "cut 3 of layer 1", "the plan ring")
 @pytest.mark.parametrize("place", PLACES)
 def test_a_process_that_ends_is_named_within_a_second(
     llama_folder: Path, ranks: Ranks, expected: Expected, monkeypatch: pytest.MonkeyPatch, place: str
@@ -101,6 +102,7 @@ def test_a_process_that_ends_is_named_within_a_second(
     assert took < busy_factor()
 
 
+@pytest.mark.sample("cut 2 of layer 0", "the logits", "the plan ring")
 @pytest.mark.parametrize("place", PLACES)
 def test_a_rank_that_stops_is_named_with_the_cut_that_it_has_not_reached(
     llama_folder: Path, ranks: Ranks, expected: Expected, monkeypatch: pytest.MonkeyPatch, place: str
@@ -294,6 +296,7 @@ def staged_expected(staged: Path, runner_loader: Any) -> Expected:
     return found
 
 
+@pytest.mark.sample("2-hidden*", "1-cut*", "0-the end")
 @pytest.mark.parametrize(("rank", "place"), STAGE_PLACES)
 def test_a_step_that_raises_in_a_stage_fails_alone(
     staged: Path, ranks: Ranks, staged_expected: Expected, monkeypatch: pytest.MonkeyPatch, rank: int, place: str
@@ -311,6 +314,7 @@ def test_a_step_that_raises_in_a_stage_fails_alone(
     assert reason.endswith(f": no memory at {place}")
 
 
+@pytest.mark.sample("kill-2-cut*", "kill-1-hidden*to 0", "stop-2-hidden*", "stop-1-cut*")
 @pytest.mark.parametrize(("rank", "place"), [each for each in STAGE_PLACES if each[0] and each[1] != "the end"])
 @pytest.mark.parametrize("how", ["kill", "stop"])
 def test_the_stage_that_ends_or_stops_is_named_and_not_one_that_waits_for_it(

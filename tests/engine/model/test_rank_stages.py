@@ -26,7 +26,7 @@ def three_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved("Llama", tmp_path_factory.mktemp("model"), num_hidden_layers=NUM_LAYERS)
 
 
-@pytest.mark.sample("Llama-*", "Mixtral-3-3", "Mistral-4-2", "Olmo2-2-2", "Gemma2-2-2")
+@pytest.mark.sample("Llama-3-3", "Mistral-4-2", "Gemma2-2-2", "Mixtral-2-2")
 @pytest.mark.parametrize(("size", "num_stages"), [(2, 2), (3, 3), (4, 2)])
 @pytest.mark.parametrize("kind", ["Llama", "Olmo2", "Mixtral", "Mistral", "Gemma2"])
 def test_stages_give_the_tokens_of_one(
@@ -52,6 +52,7 @@ def test_stages_have_windows_and_full_attention_of_their_own(tmp_path: Path, ran
     assert answers(ranks(folder, 3, num_stages=3, **settings)) == expected
 
 
+@pytest.mark.sample("3-3")
 @pytest.mark.parametrize(("size", "num_stages"), [(2, 2), (3, 3)])
 def test_stages_follow_preemption_and_sleep(
     three_layers: Path, ranks: Ranks, runner_loader: Any, size: int, num_stages: int

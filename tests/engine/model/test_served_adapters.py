@@ -143,6 +143,15 @@ def test_the_plan_has_the_memory_that_adapters_take(
     assert planned[0] > 9 * one  # one more, and its values while they are read
 
 
+@pytest.mark.sample(
+    "llama, all-linear*",
+    "llama, patterns",
+    "llama, tied head",
+    "gpt2, embedding",
+    "phi3",
+    "gpt_oss",
+    "qwen3_moe, one parameter",
+)
 @pytest.mark.parametrize("case", CASES)
 def test_greedy_answers_equal_pefts(case: str, bases: Any, tmp_path: Path) -> None:
     name, settings = CASES[case]
@@ -152,6 +161,7 @@ def test_greedy_answers_equal_pefts(case: str, bases: Any, tmp_path: Path) -> No
     check(engine, base, adapted)
 
 
+@pytest.mark.sample("gpt_neox", "mixtral")
 @pytest.mark.parametrize(
     "case",
     ["llama", "gpt_neox", "mixtral", pytest.param("deepseek_v3", marks=pytest.mark.full), "llama, embedding and head"],
@@ -206,6 +216,7 @@ def check(engine: Engine, base: Base, adapted: Adapted) -> None:
     assert engine.greedy(PROMPTS[:3], [""] * 3) == [tokens for tokens, _ in unadapted]
 
 
+@pytest.mark.sample("llama", "gpt2")
 @pytest.mark.parametrize("name", ["llama", "gpt2", "phi3", "mixtral", "llama of 4 bits"])
 def test_a_batch_of_eight_adapters_and_the_base(name: str, bases: Any, tmp_path: Path) -> None:
     case, quantization = name.removesuffix(" of 4 bits"), "int4" if name.endswith("of 4 bits") else "none"

@@ -121,7 +121,7 @@ class Row:
         self.cache_root, self.block_hashes = b"root", []
 
 
-@pytest.mark.sample("overlapped", "small")
+@pytest.mark.sample("overlapped")
 @pytest.mark.parametrize("settings", [{}, {"overlap": True}, {"num_blocks": 8}], ids=["plain", "overlapped", "small"])
 def test_answers_are_those_of_the_cpu(
     runner: Any, make_driver: Callable[[Any], Any], expected: Answers, settings: dict[str, Any]

@@ -52,6 +52,7 @@ def answers(llm: LLM, names: list[str]) -> tuple[list[Any], int]:
     return found, sum(out.metrics.num_accepted_tokens for out in outputs if out.metrics is not None)
 
 
+@pytest.mark.sample("drawn", "stop *", "log probabilities", "a form", "length")
 @pytest.mark.parametrize("name", CASES)
 def test_a_request_gets_what_it_would_get_without_proposals(llms: tuple[LLM, LLM], name: str) -> None:
     (plain, none), (found, num_accepted) = (answers(llm, [name]) for llm in llms)
