@@ -144,6 +144,7 @@ def test_a_gateway_renders_parses_and_serves_names_as_its_engines_do(tmp_path: P
         assert ids == [NAME, "it"]
 
 
+@pytest.mark.sample("truncated", "absurd shape")
 @pytest.mark.parametrize("damage", ["truncated", "wrong magic", "absurd shape"])
 def test_a_corrupt_file_is_refused_with_the_name_of_the_field(tmp_path: Path, damage: str) -> None:
     from pagemill_models.sources import resolve_source

@@ -153,6 +153,7 @@ HOSTILE: dict[str, tuple[dict[str, Any], str, str]] = {
 }
 
 
+@pytest.mark.sample("time", "a *")
 @pytest.mark.parametrize(("parts", "text", "problem"), HOSTILE.values(), ids=HOSTILE.keys())
 def test_a_hostile_tokenizer_fails_one_text_within_the_limits(
     parts: dict[str, Any], text: str, problem: str, tokenizer_with: Callable[[dict[str, Any]], Tokenizer]

@@ -243,7 +243,7 @@ def test_a_rank_that_ends_while_nothing_runs_is_found_before_the_next_step(llama
         engine.run(prompts_of(1), ROUNDS[0])
 
 
-@pytest.mark.parametrize("how", ["kill", "stop"])
+@pytest.mark.parametrize("how", ["kill", pytest.param("stop", marks=pytest.mark.full)])
 def test_followers_end_with_rank_0(llama_folder: Path, how: str) -> None:
     """A killed one takes them with it; from one that is stopped within a step they part after their limit."""
     place = "cut 2 of layer 1"

@@ -176,16 +176,21 @@ def logprobs_of(runner: Any, poison: float | None = None) -> dict[str, list[floa
     return found
 
 
-def test_kernels_read_nothing_behind_a_window(runner: Any) -> None:
-    sound = logprobs_of(runner)
+@pytest.fixture(scope="module")
+def sound(runner: Any) -> dict[str, list[float]]:
+    return logprobs_of(runner)
+
+
+def test_kernels_read_nothing_behind_a_window(runner: Any, sound: dict[str, list[float]]) -> None:
     assert logprobs_of(runner, poison=float("nan")) == sound
     assert [len(values) for values in sound.values()] == [20, 20]
 
 
-def test_a_block_freed_too_early_would_show(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_freed_too_early_would_show(
+    runner: Any, sound: dict[str, list[float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The test above detects a window whose blocks are freed one block early."""
     early = lambda kind, num_tokens, size: first_needed(kind, num_tokens + size, size)  # noqa: E731
-    sound = logprobs_of(runner)
     monkeypatch.setattr(manager, "first_needed", early)
     # The interpreter refuses to compute with what is not a number.
     assert logprobs_of(runner, poison=1e3) != sound
