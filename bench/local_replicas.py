@@ -90,12 +90,16 @@ class Up(NamedTuple):
         return found[1] if found else None
 
     @property
-    def control_token(self) -> str:
-        """The token of the gateway's control port. Raise `RuntimeError` before its file is printed."""
+    def control_token_file(self) -> Path:
+        """The file with the token of the control ports. Raise `RuntimeError` before it is printed."""
         found = re.search(r"^Control token\s+(\S+)", self.log.read_text(), re.MULTILINE)
         if found is None:
             raise RuntimeError("`pagemill up` has not shown the file of its control token yet")
-        return Path(found[1]).read_text().strip()
+        return Path(found[1])
+
+    @property
+    def control_token(self) -> str:
+        return self.control_token_file.read_text().strip()
 
     def metrics(self) -> str:
         """Return the gateway's metrics. Raise `RuntimeError` before `pagemill up` has printed their address."""

@@ -132,7 +132,7 @@ def metrics_us(count: int) -> float:
         metrics.first_token(MODEL, ASSIGNMENT, 0.02)
         metrics.cached(MODEL, ASSIGNMENT, 32)
         metrics.attempt(MODEL, "pod-1", "served")
-        metrics.tenant_used("bench", 200, 32)
+        metrics.tenant_used("bench", "tiny", 200, 32)
         metrics.finished(record)
 
     return _cpu_us(measure, count) - _cpu_us(_record, count)

@@ -16,13 +16,15 @@ import sys
 import time
 import urllib.request
 from collections import Counter
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 from local_replicas import Up, serving
 from report import ROOT, emit
 
+from pagemill_operator.backends.local.state_dir import TARGETS_FILE
 from pagemill_protocol.report.outcomes import outcome_of
 
 NAME = "busy"
@@ -40,45 +42,63 @@ spec:
     extraArgs: [--null-runner, --num-kv-blocks=256, '--step-time={STEP_TIME}']
   resources: {{gpus: 0}}
   replicas: 1
+  cost: {{hour: 2.5}}
   routing: {{queue: {{timeout: 10s, maxRequests: 32}}}}
 """
 NAMES = (
-    "pagemill_gateway_requests_total",
-    "pagemill_gateway_queue_requests",
-    "pagemill_gateway_time_to_first_token_seconds_bucket",
-    "pagemill_gateway_time_to_first_token_seconds_count",
-    "pagemill_engine_ready",
-    "pagemill_engine_max_num_seqs",
-    "vllm:kv_cache_usage_perc",
-    "vllm:num_requests_running",
-    "vllm:num_requests_waiting",
+    "pagemill_gateway_(?:requests|requests_rejected|tokens|tenant_tokens|queue_ended)_total",
+    "pagemill_gateway_(?:endpoints|in_flight_requests|queue_requests|ready)",
+    "pagemill_gateway_(?:time_to_first_token|request)_seconds_(?:bucket|count)",
+    "pagemill_deployment_[a-z_]+",
+    "pagemill_engine_(?:ready|max_num_seqs)",
+    "vllm:(?:kv_cache_usage_perc|num_requests_running|num_requests_waiting)",
+    "vllm:(?:prompt_tokens|generation_tokens|request_success)_total",
 )
-KEPT = re.compile(rf"^(?P<name>{'|'.join(NAMES)})\{{(?P<labels>.*)\}} (?P<value>\S+)$", re.MULTILINE)
-BOUNDS = ('le="2.5"', 'le="+Inf"')
+"""What the rules need, and what the panels need whose numbers clients know."""
+KEPT = re.compile(rf"^(?P<name>{'|'.join(NAMES)})(?:\{{(?P<labels>.*)\}})? (?P<value>\S+)$", re.MULTILINE)
 INTERVAL_S = 15.0
 MAX_TOKENS = 60
 TIMEOUT_S = 60.0
 
 
+class Answer(NamedTuple):
+    """What a client knows of its request."""
+
+    outcome: str
+    stream: bool
+    code: str = ""
+    seconds: float = 0.0
+    ttft_s: float | None = None
+    """Of a stream."""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
 class Recording:
+    """All that a Prometheus with the targets of `pagemill up` would scrape."""
+
     def __init__(self, up: Up) -> None:
-        self._up = up
+        self._targets = json.loads((up.control_token_file.parent / TARGETS_FILE).read_text())
+        self._token = up.control_token
         self.series: dict[str, list[float | None]] = {}
         self.num_scrapes = 0
 
     def scrape(self) -> None:
-        (replica,) = self._up.replicas().values()
-        with urllib.request.urlopen(f"http://127.0.0.1:{replica.control_port}/metrics", timeout=5) as response:
-            engine = response.read().decode()
-        for instance, text in (("gateway", self._up.metrics()), ("engine", engine)):
-            for found in KEPT.finditer(text):
-                name, labels, value = found["name"], found["labels"], float(found["value"])
-                if name.endswith("_bucket") and not any(bound in labels for bound in BOUNDS):
-                    continue
-                values = self.series.setdefault(f'{name}{{instance="{instance}",{labels}}}', [])
-                values += [None] * (self.num_scrapes - len(values))
-                values.append(value)
+        for group in self._targets:
+            job, path = group["labels"]["job"], group["labels"].get("__metrics_path__", "/metrics")
+            for number, address in enumerate(group["targets"]):
+                headers = {"Authorization": f"Bearer {self._token}"}
+                asked = urllib.request.Request(f"http://{address}{path}", headers=headers)
+                with urllib.request.urlopen(asked, timeout=5) as response:
+                    self._keep(f'instance="{number}",job="{job}"', response.read().decode())
         self.num_scrapes += 1
+
+    def _keep(self, labels: str, text: str) -> None:
+        for found in KEPT.finditer(text):
+            all_labels = ",".join(filter(None, (labels, found["labels"])))
+            values = self.series.setdefault(f"{found['name']}{{{all_labels}}}", [])
+            values += [None] * (self.num_scrapes - len(values))
+            values.append(float(found["value"]))
 
     async def keep_scraping(self) -> None:
         while True:
@@ -87,28 +107,43 @@ class Recording:
             await asyncio.sleep(max(0.0, INTERVAL_S - (time.monotonic() - began_s)))
 
 
-async def ask(session: aiohttp.ClientSession, url: str, *, stream: bool) -> str:
-    """Send a request; return its outcome as the client sees it."""
+async def ask(session: aiohttp.ClientSession, url: str, *, stream: bool) -> Answer:
+    """Send a request; return what the client sees."""
     body = {
         "model": NAME,
         "messages": [{"role": "user", "content": "Count."}],
         "max_tokens": MAX_TOKENS,
         "ignore_eos": True,
         "stream": stream,
+        **({"stream_options": {"include_usage": True}} if stream else {}),
     }
+    began_s, ttft_s, raw = time.monotonic(), None, b""
     async with session.post(f"{url}/v1/chat/completions", json=body) as response:
-        raw = await response.read()
+        async for chunk in response.content.iter_any():
+            raw += chunk
+            if stream and ttft_s is None and b'"content"' in raw:
+                ttft_s = time.monotonic() - began_s
+    seconds = time.monotonic() - began_s
     if response.status < 400 and b'"error"' not in raw:
-        return "completed"
-    event = raw if response.status >= 400 else raw.rpartition(b"data: ")[2]
+        last = raw.split(b"data: ")[-2] if stream else raw  # before `[DONE]`
+        usage = json.loads(last)["usage"]
+        return Answer("completed", stream, "", seconds, ttft_s, usage["prompt_tokens"], usage["completion_tokens"])
+    event = raw if response.status >= 400 else next(each for each in raw.split(b"data: ") if b'"error"' in each)
     error: dict[str, Any] = json.loads(event)["error"]
     status = response.status if response.status >= 400 else 503
-    return outcome_of(status, error["code"], after_first_token=b'"content"' in raw)
+    outcome = outcome_of(status, error["code"], after_first_token=ttft_s is not None)
+    return Answer(outcome, stream, error["code"], seconds, ttft_s)
 
 
-async def send(url: str, phases: list[tuple[float, float]], seed: int) -> Counter[str]:
-    """Send requests at drawn times, by phases of seconds and requests per second; return how many had each outcome."""
-    rng, tasks = random.Random(seed), set[asyncio.Task[str]]()
+def notation(values: list[float | None]) -> str:
+    """Return the values as `promtool test rules` reads them: `5x2` is 5 5 5, and `_x2` nothing twice."""
+    runs = [(f"{value:.10g}" if value is not None else "_", len(list(same))) for value, same in groupby(values)]
+    return " ".join(text if n == 1 else f"{text}x{n - (text != '_')}" for text, n in runs)
+
+
+async def send(url: str, phases: list[tuple[float, float]], seed: int) -> list[Answer]:
+    """Send requests at drawn times, by phases of seconds and requests per second; return their answers."""
+    rng, tasks = random.Random(seed), set[asyncio.Task[Answer]]()
     connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=TIMEOUT_S)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout, trust_env=False) as session:
         for seconds, rate in phases:
@@ -116,14 +151,14 @@ async def send(url: str, phases: list[tuple[float, float]], seed: int) -> Counte
             while time.monotonic() < until:
                 tasks.add(asyncio.create_task(ask(session, url, stream=rng.random() < 0.5)))
                 await asyncio.sleep(rng.expovariate(rate))
-        return Counter(await asyncio.gather(*tasks))
+        return await asyncio.gather(*tasks)
 
 
 async def run(up: Up, url: str, arguments: argparse.Namespace) -> dict[str, Any]:
     recording = Recording(up)
     scraping = asyncio.create_task(recording.keep_scraping())
     phases = [(arguments.calm, 0.4), (arguments.overload, arguments.rate)]
-    counts = await send(url, phases, arguments.seed)
+    answers = await send(url, phases, arguments.seed)
     assert not scraping.done(), scraping.exception()
     scraping.cancel()
     await asyncio.gather(scraping, return_exceptions=True)
@@ -131,8 +166,14 @@ async def run(up: Up, url: str, arguments: argparse.Namespace) -> dict[str, Any]
     return {
         "interval_s": INTERVAL_S,
         "overload_from_s": arguments.calm,
-        "client": dict(sorted(counts.items())),
-        "series": recording.series,
+        "client": dict(sorted(Counter(each.outcome for each in answers).items())),
+        "codes": dict(sorted(Counter(each.code for each in answers if each.code).items())),
+        "prompt_tokens": sum(each.prompt_tokens for each in answers),
+        "completion_tokens": sum(each.completion_tokens for each in answers),
+        "ttft_s": sorted(round(each.ttft_s, 4) for each in answers if each.ttft_s is not None),
+        "streams_without_first_token": sum(each.stream and each.ttft_s is None for each in answers),
+        "seconds": sorted(round(each.seconds, 3) for each in answers),
+        "series": {name: notation(values) for name, values in sorted(recording.series.items())},
     }
 
 
@@ -148,7 +189,7 @@ def main() -> int:
         while 'outcome="completed"' not in up.metrics():  # the question that `pagemill up` asks by itself is over
             time.sleep(0.2)
         recorded = asyncio.run(run(up, url, arguments))
-    arguments.out.write_text(json.dumps(recorded, separators=(",", ":")) + "\n")
+    arguments.out.write_text(json.dumps(recorded, indent=0) + "\n")
     emit("overload", ["outcome", "requests"], list(recorded["client"].items()), {"client": recorded["client"]})
     return 0
 

@@ -30,6 +30,8 @@ ROOT = Path(__file__).resolve().parents[1]
 CHART = ROOT / "charts" / "pagemill"
 DEFINITIONS = ("llmdeployments.yaml", "loraadapters.yaml")
 """Files in `crds`, each of which becomes a template."""
+RUNBOOKS = ROOT / "gateway" / "pagemill_gateway" / "runbooks"
+"""What gateways serve at `/runbooks`."""
 CLI_FILES = ROOT / "cli" / "pagemill" / "up" / "files"
 MARK = "@schema"
 SECTION = "## @section "
@@ -274,6 +276,7 @@ def outputs() -> dict[Path, str]:
         CHART / "files" / "rules.yaml": rules,
         **{CHART / "files" / "dashboards" / f"{page.uid}.json": dashboard_json(page) for page in pages},
         CLI_FILES / "rules.yaml": local_rules,
+        **{RUNBOOKS / Path(alert.runbook).name: (ROOT / alert.runbook).read_text("utf-8") for alert in ALERTS},
         **{CLI_FILES / "dashboards" / f"{page.uid}.json": _one_line(dashboard_json(page)) for page in pages},
         ROOT / "docs" / "reference" / "chart.md": reference_page(rows),
     }

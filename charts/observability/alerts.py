@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from observability.rules import CEILING, HEADROOM, KV_USED, READY, REQUESTS, SATURATION, WAITING, burn
+from observability.rules import (
+    CEILING,
+    HEADROOM,
+    KV_USED,
+    MISSED,
+    READY,
+    SATURATION,
+    TENANT_MISSED,
+    WAITING,
+    WITHOUT_GPUS,
+    burn,
+    tenant_burn,
+)
 
 RUNBOOKS = "docs/runbooks"
 
@@ -32,38 +45,50 @@ class Alert(NamedTuple):
             "expr": self.expr,
             "for": self.wait,
             "labels": {"severity": self.severity},
-            "annotations": {"summary": self.summary, "description": self.description, "runbook_url": self.runbook},
+            "annotations": {
+                "summary": self.summary,
+                "description": self.description,
+                "runbook_url": f"/runbooks/{self.name}.md",
+            },
         }
 
 
-def _burns(*pairs: tuple[float, str, str]) -> str:
+def _burns(of: Callable[[str], str], *pairs: tuple[float, str, str]) -> str:
     """Return a condition under which both windows of a pair burn that fast: the long one shows that the burn matters,
-    the
-    short one that it continues.
-    """
-    return " or ".join(f"({burn(long)} > {factor} and {burn(short)} > {factor})" for factor, long, short in pairs)
+    the short one that it continues."""
+    return " or ".join(f"({of(long)} > {factor} and {of(short)} > {factor})" for factor, long, short in pairs)
 
 
-LEAST_REQUESTS = 30
-"""With fewer requests an hour, one or two failures would look like a fast burn."""
-SATURATED_NOW = f"(min_over_time({WAITING}[2m]) > 0 and on (model) {READY} >= on (model) {CEILING})"
+def _both(missed: str, least: int, *pairs: tuple[float, str, str]) -> str:
+    """Return the condition for models and for tenants with an objective, with at least so many missed requests."""
+    of_models = f"(({_burns(burn, *pairs)}) and {MISSED}{missed} >= {least})"
+    of_tenants = f"(({_burns(tenant_burn, *pairs)}) and {TENANT_MISSED}{missed} >= {least})"
+    return f"{of_models} or {of_tenants}"
+
+
+LEAST_MISSED = 5
+"""With fewer, and few requests, one or two failures would look like a burn."""
+SATURATED_NOW = (
+    f"(min_over_time({WAITING}[2m]) > 0 and on (model) ({READY} >= on (model) {CEILING} or {WITHOUT_GPUS} > 0))"
+)
 """Requests wait without a pause, and no further replica can start."""
+WHOSE = "{{ or $labels.model $labels.tenant }}"
 
 ALERTS = [
     Alert(
         "PagemillErrorBudgetBurnsFast",
-        f"({_burns((14.4, '1h', '5m'), (6, '6h', '30m'))}) and on (model) {REQUESTS} >= {LEAST_REQUESTS}",
+        _both("6h", LEAST_MISSED, (14.4, "1h", "5m"), (6, "6h", "30m")),
         "1m",
         "critical",
-        "{{ $labels.model }} misses its {{ $labels.slo }} objective for many requests",
+        f"{WHOSE} misses its objective {{{{ $labels.slo }}}} for many requests",
         "Requests use up the error budget of 30 days {{ $value | humanize }} times as fast as allowed.",
     ),
     Alert(
         "PagemillErrorBudgetBurnsSlowly",
-        _burns((3, "1d", "2h"), (1, "3d", "6h")),
+        _both("3d", LEAST_MISSED, (3, "1d", "2h"), (1, "3d", "6h")),
         "15m",
         "warning",
-        "{{ $labels.model }} will miss its {{ $labels.slo }} objective this month",
+        f"{WHOSE} will miss its objective {{{{ $labels.slo }}}} this month",
         "Requests use up the error budget of 30 days {{ $value | humanize }} times as fast as allowed.",
     ),
     Alert(
@@ -84,6 +109,16 @@ ALERTS = [
         "critical",
         "{{ $labels.model }} has no capacity for further requests",
         "Requests have waited for minutes without a pause, or less than 10 % of the capacity was free.",
+    ),
+    Alert(
+        "PagemillObjectivesMissing",
+        "(sum by (model) (pagemill_gateway_endpoints) > 0) unless on (model) "
+        "(sum by (model) (pagemill_deployment_error_budget_ratio) and on (model) "
+        "sum by (model) (pagemill_deployment_max_replicas))",
+        "10m",
+        "warning",
+        "Prometheus has no objective and no maximum of replicas for {{ $labels.model }}",
+        "No error budget of the model can be computed, and no other alert looks at it: the operator is not scraped.",
     ),
     Alert(
         "PagemillRolloutStuck",

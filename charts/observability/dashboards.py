@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 from observability import rules
-from observability.panels import Page, Panel, engine, of_model, per_second, process, quantiles, recorded, total
+from observability.panels import Page, Panel, engine, of_model, or_zero, per_second, process, quantiles, recorded, total
 
 MODEL = "{{model}}"
 CURRENCY = "none"
-"""Grafana's unit of prices: they have the currency of `spec.cost.gpuHour`."""
+"""Grafana's unit of prices: they have the currency of `spec.cost`."""
 ENGINES = "label_values(pagemill_engine_ready, model_name)"
+ENGINE, GATEWAY = engine("pagemill_engine_ready"), process("pagemill_gateway_ready")
 GATEWAYS = "label_values(pagemill_gateway_endpoints, model)"
 
 
@@ -60,8 +61,14 @@ def _now() -> list[Panel]:
             rules.AT_MAXIMUM,
         ),
         _stat(
+            "Without GPUs",
+            "Replicas that wait because no node has free GPUs.",
+            "none",
+            rules.WITHOUT_GPUS,
+        ),
+        _stat(
             "Cost per hour",
-            "Price of all GPUs of deployments with spec.cost.gpuHour.",
+            "Price of all pods of deployments with spec.cost.",
             CURRENCY,
             rules.COST,
         ),
@@ -114,7 +121,7 @@ def _work() -> list[Panel]:
         Panel(
             "Goodput",
             "Requests whose first token came within the objective of their deployment "
-            f"(`spec.autoscaling.slo`; {rules.FIRST_TOKEN_WITHIN_S} s without one).",
+            "(`spec.autoscaling.slo`; 2.5 s without one).",
             "reqps",
             [(recorded(rules.GOODPUT), MODEL)],
         ),
@@ -128,13 +135,26 @@ def _work() -> list[Panel]:
         ),
         Panel(
             "Cost of a million tokens",
-            "Price of the GPUs over the prompt and generated tokens of the last hour.",
+            "Price of the pods over the prompt and generated tokens of the last hour.",
             CURRENCY,
             [(recorded(rules.TOKEN_COST), MODEL)],
         ),
         Panel("Cost of headroom", "Price of the free capacity per hour.", CURRENCY, [
             (recorded(rules.IDLE_COST), MODEL)
         ]),
+        Panel(
+            "Cost by tenant",
+            "Price of the pods for an hour, by each tenant's share of the tokens of the last hour; tenant `-`: "
+            "requests without one.",
+            CURRENCY,
+            [(recorded(rules.TENANT_COST), "{{tenant}} {{model}}")],
+        ),
+        Panel(
+            "Error budget burn of tenants",
+            "The same for tenants whose keys have an objective. Empty: none has.",
+            "none",
+            [(f'{rules.tenant_burn("1h")}{{tenant=~".+"}}', "{{tenant}}")],
+        ),
         Panel(
             "Error budget burn",
             "Rate at which the budget of 30 days is used up, as a multiple of the allowed rate, over the last hour.",
@@ -185,8 +205,8 @@ def model() -> Page:
             (per_second(engine("vllm:request_success_total"), "model_name", "finished_reason"),
              f"{name} {{{{finished_reason}}}}"),
         ]),
-        Panel("Aborted requests", "Requests aborted before their end, by cause. Empty until one was.", "reqps", [
-            (per_second(engine("pagemill_engine_requests_aborted_total"), "model_name", "reason"),
+        Panel("Aborted requests", "Requests aborted before their end, by cause.", "reqps", [
+            (or_zero(per_second(engine("pagemill_engine_requests_aborted_total"), "model_name", "reason"), ENGINE),
              f"{name} {{{{reason}}}}"),
         ]),
         Panel("Preemptions", "Requests that lost their KV blocks and are computed again.", "ops", [
@@ -255,7 +275,7 @@ def autoscaling() -> Page:
         Panel("Forecast error", "Replicas forecast 30 minutes ago for now, minus those needed now.", "none", [
             (f"{forecast} offset 30m - ignoring (horizon) {needed}", MODEL),
         ]),
-        Panel("Waiting requests", "Requests that wait in gateways until an engine has capacity.", "none", [
+        Panel("Waiting in gateways", "Requests that wait in gateways until an engine has capacity.", "none", [
             (total(of_model("pagemill_gateway_queue_requests"), "model"), MODEL)
         ]),
     ]  # fmt: skip
@@ -291,16 +311,25 @@ def gateway() -> Page:
         Panel("In flight", "Requests being served, including those that wait.", "none", [
             (total(of_model("pagemill_gateway_in_flight_requests"), "model"), MODEL)
         ]),
-        Panel("Refused", "Requests refused on arrival by error code, and by the limits of keys.", "reqps", [
-            (per_second(process("pagemill_gateway_requests_rejected_total"), "code"), "{{code}}"),
-            (per_second(process("pagemill_gateway_limited_total"), "reason"), "limit: {{reason}}"),
+        Panel("Refused", "Requests refused on arrival by error code.", "reqps", [
+            (or_zero(per_second(process("pagemill_gateway_requests_rejected_total"), "code"), GATEWAY), "{{code}}"),
         ]),
-        Panel("Tokens by tenant", "Charged prompt and completion tokens.", "ops", [
-            (per_second(process("pagemill_gateway_tenant_tokens_total"), "tenant", "kind"), "{{tenant}} {{kind}}")
+        Panel("Limited tenants", "Requests refused with 429 by the limits of keys; tenant `-`: keys without one.",
+              "reqps", [
+            (or_zero(per_second(process("pagemill_gateway_limited_total"), "tenant", "reason"), GATEWAY),
+             "{{tenant}} {{reason}}"),
+        ]),
+        Panel("Tokens by tenant", "Charged prompt and completion tokens; tenant `-`: requests without one.", "ops", [
+            (per_second(of_model("pagemill_gateway_tenant_tokens_total"), "tenant", "model", "kind"),
+             "{{tenant}} {{model}} {{kind}}"),
+        ]),
+        Panel("Requests by tenant", "Ended requests by outcome.", "reqps", [
+            (per_second(process("pagemill_gateway_tenant_requests_total"), "tenant", "outcome"),
+             "{{tenant}} {{outcome}}"),
         ]),
     ]  # fmt: skip
     queue = [
-        Panel("Waiting", "Requests that wait for capacity.", "none", [
+        Panel("Waiting in gateways", "Requests that wait in gateways until an engine has capacity.", "none", [
             (total(of_model("pagemill_gateway_queue_requests"), "model"), MODEL)
         ]),
         Panel("Time in the queue", "Waiting time of requests that waited and were served.", "s",
@@ -327,12 +356,16 @@ def gateway() -> Page:
         ]),
         Panel("Retries, migrations and broken streams", "Restarted requests, answers that another engine continued, "
               "and streams that ended with an error.", "ops", [
-            (per_second(of_model("pagemill_gateway_upstream_retries_total"), "model"), "{{model}} retries"),
-            (per_second(of_model("pagemill_gateway_migrations_total"), "model"), "{{model}} migrations"),
-            (per_second(of_model("pagemill_gateway_broken_streams_total"), "model"), "{{model}} broken"),
+            (or_zero(per_second(of_model("pagemill_gateway_upstream_retries_total"), "model"), GATEWAY),
+             "{{model}} retries"),
+            (or_zero(per_second(of_model("pagemill_gateway_migrations_total"), "model"), GATEWAY),
+             "{{model}} migrations"),
+            (or_zero(per_second(of_model("pagemill_gateway_broken_streams_total"), "model"), GATEWAY),
+             "{{model}} broken"),
         ]),
         Panel("Probes for poison requests", "Probes of requests with which engines crashed, by outcome.", "ops", [
-            (per_second(of_model("pagemill_gateway_poison_probes_total"), "model", "outcome"), "{{model}} {{outcome}}")
+            (or_zero(per_second(of_model("pagemill_gateway_poison_probes_total"), "model", "outcome"), GATEWAY),
+             "{{model}} {{outcome}}"),
         ]),
     ]  # fmt: skip
     about = "Requests as clients see them: rates, errors, waiting, routing, retries and migrations."
@@ -347,10 +380,10 @@ def operator() -> Page:
         ]),
         Panel("Reconcile time", "Duration of one reconcile.", "s",
               quantiles(process("controller_runtime_reconcile_time_seconds_bucket"))),
-        Panel("Queue", "Deployments that are due for a reconcile.", "none", [
+        Panel("Due deployments", "Deployments that are due for a reconcile.", "none", [
             (total(process("workqueue_depth"), "name"), "{{name}}")
         ]),
-        Panel("Time in the queue", "How long a due deployment waited for a worker.", "s",
+        Panel("Time until a reconcile", "How long a due deployment waited for a worker.", "s",
               quantiles(process("workqueue_queue_duration_seconds_bucket"))),
         Panel("Writes", "Objects written, by kind and verb.", "ops", [
             (per_second(process("pagemill_operator_writes_total"), "kind", "verb"), "{{kind}} {{verb}}")

@@ -77,6 +77,11 @@ def per_second(series: str, *by: str) -> str:
     return f"sum by ({', '.join(by)}) (rate({series}[$__rate_interval]))"
 
 
+def or_zero(expression: str, scraped: str) -> str:
+    """Return the expression, or 0 where nothing has happened yet although `scraped`, a series, is there."""
+    return f"{expression} or on () 0 * max({scraped})"
+
+
 def total(series: str, *by: str) -> str:
     return f"sum by ({', '.join(by)}) ({series})"
 

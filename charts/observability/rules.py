@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from observability.promql import by_model, rate, serving
-from pagemill_protocol.report.outcomes import BURNING, NO_FIRST_TOKEN, Outcome
+from pagemill_protocol.report.outcomes import BURNING, COUNTED, NO_FIRST_TOKEN, Outcome
 
 SATURATED = 0.9
 """Share of the KV cache above which requests wait or are preempted."""
@@ -21,12 +21,10 @@ TARGET = 0.8
 TREND = "30m"
 LINEAR, GROWTH = "45m", "60m"
 """Windows of the two trends that `SATURATION` chooses from: a straight line, and growth by a constant factor."""
-FIRST_TOKEN_WITHIN_S = "2.5"
-"""A bound of `pagemill_gateway_time_to_first_token_seconds`: the objective of deployments that declare none."""
-BUDGETS = {"availability": 0.005, "first_token": 0.05}
-"""Share of requests that may miss each objective; for first tokens only if a deployment declares none."""
 FIRST_TOKENS = "pagemill_gateway_time_to_first_token_seconds"
 WINDOWS = ("5m", "30m", "1h", "2h", "6h", "1d", "3d")
+COUNTED_WINDOWS = {"6h": 21_600, "3d": 259_200}
+"""Windows, in seconds, of which alerts want a number of missed requests."""
 MAX_FORECAST_MINUTES = 1440
 
 
@@ -43,6 +41,11 @@ class Rule(NamedTuple):
 
 
 OBJECTIVE = "variant_le:pagemill_first_token_budget:ratio"
+ERROR_BUDGET = "model:pagemill_error_budget:ratio"
+WITHOUT_GPUS = "model:pagemill_replicas_without_gpus:count"
+MISSED = "model_slo:pagemill_missed_requests:increase"
+TENANT_MISSED = "tenant:pagemill_missed_requests:increase"
+TENANT_COST = "tenant_model:pagemill_cost:per_hour"
 USAGE = "model_resource:pagemill_usage:ratio"
 HEADROOM = "model:pagemill_headroom:ratio"
 READY = "model:pagemill_engines_ready:count"
@@ -54,7 +57,6 @@ NEEDED = "model:pagemill_replicas_needed:count"
 WAITING = "model:pagemill_waiting_requests:count"
 AT_MAXIMUM = "model:pagemill_replicas_at_maximum:bool"
 FIRST_TOKEN = "model:pagemill_first_token_p95:seconds"
-REQUESTS = "model:pagemill_requests:increase1h"
 SERVED = "model:pagemill_tokens_served:rate5m"
 GOODPUT = "model:pagemill_goodput_requests:rate5m"
 WASTE = "model:pagemill_waste:ratio"
@@ -67,6 +69,10 @@ def burn(window: str) -> str:
     return f"model_slo:pagemill_error_budget_burn:rate{window}"
 
 
+def tenant_burn(window: str) -> str:
+    return f"tenant:pagemill_error_budget_burn:rate{window}"
+
+
 def within_objective(window: str) -> str:
     """Return each model's first tokens per second that were within the objective of their deployment."""
     return f"sum by (model) ({rate(f'{FIRST_TOKENS}_bucket', window)} and on (model, variant, le) {OBJECTIVE})"
@@ -76,6 +82,7 @@ def capacity_rules() -> list[Rule]:
     running = by_model(serving("vllm:num_requests_running"))
     places = by_model(serving("pagemill_engine_max_num_seqs"))
     waiting = "sum by (model) (pagemill_gateway_queue_requests)"
+    none_ready = '0 * (sum by (model) (pagemill_gateway_endpoints{phase="ready"}) == 0)'
     usage = by_model(serving("vllm:kv_cache_usage_perc"))
     return [
         Rule(READY, by_model("pagemill_engine_ready"), "Engines that accept requests."),
@@ -86,11 +93,16 @@ def capacity_rules() -> list[Rule]:
         Rule(USAGE, f"{KV_USED} / ({READY} > 0)", "Share of the KV cache in use.", {"resource": "kv"}),
         Rule(USAGE, f"{running} / ({places} > 0)", "Share of the sequence slots in use.", {"resource": "sequences"}),
         Rule(HEADROOM, f"1 - max by (model) ({USAGE})", "Free share of the scarcer of KV cache and sequence slots."),
-        Rule(CEILING, f"sum by (model) (pagemill_deployment_max_replicas) or {READY}", "Maximum of replicas."),
+        Rule(CEILING, "sum by (model) (pagemill_deployment_max_replicas)", "Maximum of replicas."),
+        Rule(
+            WITHOUT_GPUS,
+            "sum by (model) (pagemill_deployment_replicas_without_gpus)",
+            "Replicas that wait because no node has free GPUs.",
+        ),
         Rule(
             WAITING,
-            f"{waiting} + on (model) {by_model(serving('vllm:num_requests_waiting'))} or {waiting}",
-            "Requests that wait in gateways and engines.",
+            f"{waiting} + on (model) ({by_model(serving('vllm:num_requests_waiting'))} or {none_ready})",
+            "Requests that wait in gateways and engines; absent while engines are ready and not scraped.",
         ),
         Rule(
             AT_MAXIMUM,
@@ -140,7 +152,7 @@ def work_rules() -> list[Rule]:
     got = "sum by (model) (" + rate('pagemill_gateway_tokens_total{kind="completion"}', "15m") + ")"
     generated = by_model(rate("vllm:generation_tokens_total", "15m"))
     hourly = f"3600 * (sum by (model) ({rate(served, '1h')}) > 0)"
-    spent = "pagemill_deployment_gpus * pagemill_deployment_gpu_hour_price"
+    of_tenants = rate("pagemill_gateway_tenant_tokens_total", "1h")
     return [
         Rule(SERVED, f"sum by (model) ({rate(served, '5m')})", "Prompt and generated tokens per second."),
         Rule(
@@ -158,39 +170,68 @@ def work_rules() -> list[Rule]:
             f"histogram_quantile(0.95, sum by (model, le) ({rate(f'{FIRST_TOKENS}_bucket', '5m')})) >= 0",
             "95th percentile of the time to first token that clients of gateways see.",
         ),
-        Rule(COST, f"sum by (model) ({spent})", "Price of all GPUs of the model's pods."),
+        Rule(COST, "sum by (model) (pagemill_deployment_hour_price)", "Price of all of the model's pods."),
+        Rule(
+            TENANT_COST,
+            f"sum by (tenant, model) ({of_tenants}) / on (model) group_left () (sum by (model) ({of_tenants}) > 0) "
+            f"* on (model) group_left () {COST}",
+            "Each tenant's part of the price, by its share of the tokens of the last hour; tenant `-`: none.",
+        ),
         Rule(IDLE_COST, f"{COST} * {HEADROOM}", "Price of the headroom."),
         Rule(TOKEN_COST, f"1e6 * {COST} / ({hourly})", "Price of a million tokens served in the last hour."),
     ]
 
 
-def objective_rule() -> Rule:
-    declared = "max by (model, variant, le) (pagemill_deployment_first_token_budget_ratio)"
-    without = _requests(NO_FIRST_TOKEN, 'stream="true"', 'variant!=""')
-    served = f"{BUDGETS['first_token']} * group by (model, variant) ({FIRST_TOKENS}_count or {without})"
-    default = f'label_replace({served}, "le", "{FIRST_TOKEN_WITHIN_S}", "", "")'
-    return Rule(
-        OBJECTIVE,
-        f"{declared} or on (model, variant) {default}",
-        "Share of the requests whose first token may take more than `le` seconds.",
-    )
+def objective_rules() -> list[Rule]:
+    """Return the objectives, which the operator exports for every deployment: without it there are none."""
+    return [
+        Rule(
+            OBJECTIVE,
+            "max by (model, variant, le) (pagemill_deployment_first_token_budget_ratio)",
+            "Share of the requests whose first token may take more than `le` seconds.",
+        ),
+        Rule(
+            ERROR_BUDGET,
+            "min by (model) (pagemill_deployment_error_budget_ratio)",
+            "Share of the requests that may fail; of several deployments with one model name, the strictest.",
+        ),
+    ]
 
 
 def slo_rules() -> Iterator[Rule]:
-    counted = f"increase({_requests(('completed', *BURNING))}[1h])"
-    yield Rule(REQUESTS, f"sum by (model) ({counted})", "Requests of the last hour that count for availability.")
-    failed = _requests(BURNING)
-    ended = _requests(("completed", *BURNING))
+    """Return burn rates, and the requests behind them: with few, a single failure looks like a fast burn."""
+    failed, ended = _requests(BURNING), _requests(COUNTED)
     without = _requests(NO_FIRST_TOKEN, 'stream="true"')
-    budget = f"on (model) min by (model) ({OBJECTIVE})"
+    late_budget = f"on (model) min by (model) ({OBJECTIVE})"
     about = "Rate at which the error budget is used up, as a multiple of the allowed rate."
     for window in WINDOWS:
         total = f"sum by (model) ({rate(ended, window)})"
-        errors = f"{_or_zero(f'sum by (model) ({rate(failed, window)})', total)} / ({total} > 0)"
+        errors = _or_zero(f"sum by (model) ({rate(failed, window)})", total)
         first_tokens = f"sum by (model) ({rate(f'{FIRST_TOKENS}_count', window)} or {rate(without, window)})"
-        late = f"1 - {_or_zero(within_objective(window), first_tokens)} / ({first_tokens} > 0)"
-        yield Rule(burn(window), f"{errors} / {BUDGETS['availability']}", about, {"slo": "availability"})
-        yield Rule(burn(window), f"({late}) / {budget}", about, {"slo": "first_token"})
+        known = f"({first_tokens} and on (model) {OBJECTIVE})"
+        late = f"({known} - {_or_zero(within_objective(window), known)})"
+        yield Rule(
+            burn(window), f"{errors} / ({total} > 0) / on (model) {ERROR_BUDGET}", about, {"slo": "availability"}
+        )
+        yield Rule(burn(window), f"{late} / ({first_tokens} > 0) / {late_budget}", about, {"slo": "first_token"})
+        if window in COUNTED_WINDOWS:
+            seconds = COUNTED_WINDOWS[window]
+            missed = f"Requests of the last {window} that missed the objective."
+            yield Rule(MISSED + window, f"{seconds} * {errors}", missed, {"slo": "availability"})
+            yield Rule(MISSED + window, f"{seconds} * {late}", missed, {"slo": "first_token"})
+
+
+def tenant_rules() -> Iterator[Rule]:
+    """Return burn rates of tenants whose keys have an objective."""
+    failed = f'pagemill_gateway_tenant_requests_total{{outcome=~"{"|".join(BURNING)}"}}'
+    for window in WINDOWS:
+        allowed = f"sum by (tenant) ({rate('pagemill_gateway_tenant_error_budget_total', window)})"
+        errors = f"(sum by (tenant) ({rate(failed, window)}) or 0 * {allowed})"
+        about = "Rate at which a tenant's error budget is used up, as a multiple of the allowed rate."
+        yield Rule(tenant_burn(window), f"{errors} / ({allowed} > 0)", about)
+        if window in COUNTED_WINDOWS:
+            about = f"Failed requests of the last {window} of tenants with an objective."
+            yield Rule(TENANT_MISSED + window, f"{COUNTED_WINDOWS[window]} * {errors} and {allowed}", about)
 
 
 def _requests(outcomes: Iterable[Outcome], *matchers: str) -> str:
@@ -206,8 +247,9 @@ def _or_zero(expression: str, present: str) -> str:
 def recording_groups() -> dict[str, list[Rule]]:
     return {
         "pagemill.capacity": capacity_rules(),
-        "pagemill.work": [objective_rule(), *work_rules()],
+        "pagemill.work": [*objective_rules(), *work_rules()],
         "pagemill.slo": list(slo_rules()),
+        "pagemill.tenants": list(tenant_rules()),
     }
 
 

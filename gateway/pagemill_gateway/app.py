@@ -35,6 +35,7 @@ from pagemill_gateway.routes.stored.conversations import ConversationRoutes
 from pagemill_gateway.routes.stored.responses import ResponsesRoute, StoredResponseRoutes
 from pagemill_gateway.routes.tokens import TokenRoutes
 from pagemill_gateway.routes.websocket.responses import WebSocketRoute
+from pagemill_gateway.runbook_pages import RUNBOOKS_PATH, runbook
 from pagemill_gateway.worker import Worker
 from pagemill_servers.auth import is_loopback_address
 from pagemill_servers.cors import Cors
@@ -125,6 +126,7 @@ def data_routes(worker: Worker, hot: Mapping[str, ASGIApp]) -> list[Route]:
         Route("/server_info", models.server_info),
         Route(OPENAPI_PATH, health.openapi),
         Route(DOCS_PATH, health.docs),
+        Route(RUNBOOKS_PATH, runbook),
     ]
 
 

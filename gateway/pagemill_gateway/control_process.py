@@ -120,8 +120,7 @@ class ControlProcess:
             self.metrics.redis_up(self.sharing.up)
         self.metrics.keys_file_valid(self._keys_watch is None or not self._keys_watch.problem)
         current = self.discovery is None or not self.discovery.detail
-        samples = [each.samples for each in measures]
-        return self.metrics.scrape(self.brain.reader, samples, ready=self.ready, current=current, accept=accept)
+        return self.metrics.scrape(self.brain.reader, measures, ready=self.ready, current=current, accept=accept)
 
     async def bundle(self, digest: str) -> bytes:
         try:

@@ -30,6 +30,8 @@ class WorkerMeasurements(NamedTuple):
     samples: Samples
     num_requests: int
     """The number of requests in progress."""
+    tenants: frozenset[str] = frozenset()
+    """The tenants of all keys."""
 
 
 class ControlProcessPort(Protocol):

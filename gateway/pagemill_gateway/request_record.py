@@ -58,6 +58,8 @@ class RequestRecord:
     tenant: str = ""
     account: str = ""
     """The caller's account, whose share of the limits the request uses."""
+    allowed_failures: float | None = None
+    """The share of the tenant's requests that its objective allows to fail."""
     response_id: str = ""
     stream: bool = False
     num_prompts: int = 0
@@ -110,6 +112,7 @@ class RequestRecord:
 
     def called_by(self, caller: Caller) -> None:
         self.tenant, self.account, self.is_keyed = caller.tenant, caller.account, bool(caller.key_hash)
+        self.allowed_failures = None if caller.objective is None else 1 - caller.objective / 100
 
     def served_by(self, target: Target, requests: Sequence[GenerateRequest]) -> None:
         self.model = target.model

@@ -142,7 +142,7 @@ class Worker:
         samples = self.metrics.samples(
             body_bytes=self.in_flight_limit.num_bytes, journal_tokens=self.relay.journal_capacity.num_tokens
         )
-        return WorkerMeasurements(samples, self.in_flight_limit.num_in_flight)
+        return WorkerMeasurements(samples, self.in_flight_limit.num_in_flight, self.keys.tenants)
 
     def keep_bundles(self, digests: frozenset[str], templates: frozenset[str], *, whole: bool) -> None:
         """Keep these bundles, and load new ones at once, so that the first client need not wait."""

@@ -104,7 +104,7 @@ def test_series_are_selected_by_the_variables(dashboard: Dashboard) -> None:
         for name, matchers in selectors:
             if ":pagemill_" in name:
                 assert name in RECORDED
-                assert matchers.startswith('model=~"$model"')
+                assert matchers.startswith("tenant=" if name.startswith("tenant:") else 'model=~"$model"')
             else:
                 assert matchers.startswith(SELECTED)
 
@@ -120,3 +120,11 @@ def test_dashboards_link_to_each_other_and_cannot_be_edited(dashboard: Dashboard
     assert "pagemill" in dashboard["tags"]
     assert dashboard["editable"] is False
     assert dashboard["description"]
+
+
+def test_one_title_has_one_meaning() -> None:
+    meanings: dict[str, set[tuple[str, ...]]] = {}
+    for dashboard in DASHBOARDS:
+        for panel in panels(dashboard):
+            meanings.setdefault(panel["title"], set()).add(tuple(each["expr"] for each in panel["targets"]))
+    assert [title for title, found in meanings.items() if len(found) > 1] == []

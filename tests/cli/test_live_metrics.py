@@ -40,12 +40,10 @@ SILENT = {
     "Fleet capacity: Minutes until saturation": "the use falls, or rises for too short a time",
     "Fleet capacity: Minutes until saturation over time": "the same",
     "Autoscaling: Forecast error": "there is no forecast of 30 minutes ago",
-    "Gateway: Refused": "nothing is refused",
-    "Gateway: Tokens by tenant": "there are no keys",
+    "Gateway: Requests by tenant": "there are no keys",
+    "Fleet capacity: Error budget burn of tenants": "the same",
     "Gateway: Time in the queue": "nothing waits",
     "Gateway: Error of predicted first tokens": "the simulated engine's step time is not fitted yet",
-    "Gateway: Retries, migrations and broken streams": "nothing fails",
-    "Model: Aborted requests": "no client leaves",
     "Model: Accepted by place": "nothing is proposed",
     "Model: Accepted proposals": "the same",
     "Model: Gain of proposals": "the same",
@@ -65,7 +63,7 @@ def operator_metrics() -> Iterator[int]:
     group = Group("sim", 1, Process("pagemill_engine.server", {}, gpus=1), digest="a")
     scaling = ScalingSettings("Active", min_replicas=1, max_replicas=1, slo=Slo(ttft_ms=500))
     served = ServedModel(name="sim")
-    plan = Plan("default", "sim", 1, served, "hf://sim", (group,), autoscaling=scaling, gpu_hour_price=2.0)
+    plan = Plan("default", "sim", 1, served, "hf://sim", (group,), autoscaling=scaling, replica_price=2.0)
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import psutil
@@ -47,6 +48,7 @@ class Backend:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.gateway = SimpleNamespace(base_url="http://127.0.0.1:1")
 
     def scrape(self, accept: str) -> Scrape:
         return Metrics(DEPLOYMENT_METRICS).scrape(accept)

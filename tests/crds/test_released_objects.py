@@ -30,7 +30,7 @@ RELEASED_OBJECTS: list[dict[str, Any]] = [
 _ANY_NAME = "every name of the former enumeration matches the pattern, and names the same policy"
 REVIEWED: dict[tuple[str, str], str] = {
     ("spec.routing.policy", keyword): _ANY_NAME for keyword in ("pattern", "maxLength", "minLength")
-}
+} | {("spec.autoscaling.slo", "x-kubernetes-validations"): "one of three fields suffices, not of two"}
 """For the (field, keyword) of each break, the reason why everything accepted before stays valid with the same meaning.
 """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
+from pathlib import Path
 
 import msgspec
 import openai
@@ -15,6 +16,7 @@ from pagemill_protocol.catalog import Catalog
 from pagemill_protocol.metrics import GATEWAY_METRICS
 from pagemill_protocol.resource.served import QueueLimits
 from pagemill_protocol.versions import protocol_headers
+from pagemill_servers.auth import hash_key
 from pagemill_simulator.workloads.traces import read_trace
 
 
@@ -418,3 +420,15 @@ async def test_simulations_can_replay_the_access_log(engines, gateways, fake, ca
     ]
     assert len(workload.requests) == 2
     assert "1 without an answer left out" in workload.source
+
+
+async def test_every_alerts_page_is_served_without_a_key(engines, gateways) -> None:
+    gateway = await gateways(engines[0], api_keys=[hash_key("sk-one")])
+    pages = sorted((Path(__file__).parents[2] / "docs" / "runbooks").glob("*.md"))
+    assert pages
+    for page in pages:
+        for name in (page.name, page.stem):
+            async with gateway.session.get(f"{gateway.url}/runbooks/{name}") as response:
+                assert (response.status, await response.text()) == (200, page.read_text("utf-8"))
+    async with gateway.session.get(f"{gateway.url}/runbooks/..%2fapp.py") as response:
+        assert response.status == 404

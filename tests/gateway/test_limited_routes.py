@@ -98,7 +98,7 @@ async def test_a_request_beyond_the_limit_is_refused_in_openais_format(engines, 
         assert reply.headers["x-ratelimit-remaining-requests"] == "0"
     assert len(engines[0].requests) == 1
     text = (await gateway.get("/metrics", control=True)).raw.decode()
-    assert 'pagemill_gateway_limited_total{reason="requests"} 3.0' in text
+    assert 'pagemill_gateway_limited_total{reason="requests",tenant="-"} 3.0' in text
 
 
 async def test_a_repeated_refusal_needs_no_parsing(engines, gateways, monkeypatch) -> None:
@@ -280,7 +280,7 @@ async def test_no_key_can_read_metrics_of_all_tenants(engines, gateways) -> None
         async with gateway.session.get(gateway.url + "/metrics", headers=headers) as response:
             assert response.status == 404
     text = (await gateway.get("/metrics", control=True)).raw.decode()
-    assert 'pagemill_gateway_tenant_tokens_total{kind="completion",tenant="a"} 2.0' in text
+    assert 'pagemill_gateway_tenant_tokens_total{kind="completion",model="tiny",tenant="a"} 2.0' in text
 
 
 async def test_prefix_caches_are_shared_within_a_tenant_or_only_within_a_key(engines, gateways, fake) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import random
+import re
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -14,15 +15,18 @@ from typing import Any
 import pytest
 from batch_client import client_of, kept_in, line
 from otlp_receiver import SAMPLED, receiving
-from waiting import eventually
+from waiting import WAIT_LIMIT_S, eventually
 
+from pagemill_gateway.metrics.control_process import ControlProcessMetrics
 from pagemill_gateway.metrics.worker import WorkerMetrics
+from pagemill_gateway.ports import WorkerMeasurements
 from pagemill_gateway.request_record import RequestRecord
 from pagemill_protocol import metrics as specs
 from pagemill_protocol.errors import deadline_exceeded, unavailable
 from pagemill_protocol.report.outcomes import BURNING, NO_CAPACITY, NO_FIRST_TOKEN, OUTCOMES, Outcome, outcome_of
 from pagemill_protocol.resource.served import QueueLimits
 from pagemill_servers.auth import hash_key
+from pagemill_servers.keys.entries import parse_entry
 from pagemill_servers.tracing.config import TracingConfig
 
 KEY, LIMITED = ({"Authorization": f"Bearer sk-{name}"} for name in ("one", "two"))
@@ -216,12 +220,14 @@ def test_series_of_gone_engines_and_tenants_end_later() -> None:
     metrics = WorkerMetrics(lambda: now)
     metrics.attempt("m", "gone", "killed")
     metrics.attempt("m", "here", "served")
-    metrics.tenant_used("revoked", 1, 1)
+    metrics.tenant_used("revoked", "m", 1, 1)
+    metrics.limited("revoked", "requests")
 
     def series() -> set[str]:
         metrics.forget_all_but(frozenset({"here"}), frozenset({"b"}))
         samples = metrics.samples(body_bytes=0, journal_tokens=0)
-        found = samples[specs.GATEWAY_UPSTREAM_ATTEMPTS.name] + samples[specs.GATEWAY_TENANT_TOKENS.name]
+        tenants = samples[specs.GATEWAY_TENANT_TOKENS.name] + samples[specs.GATEWAY_LIMITED.name]
+        found = samples[specs.GATEWAY_UPSTREAM_ATTEMPTS.name] + tenants
         return {dict(each.labels).get("endpoint") or dict(each.labels)["tenant"] for each in found}
 
     assert series() == {"gone", "here", "revoked"}
@@ -289,3 +295,106 @@ def test_every_error_code_for_missing_room_is_in_the_sources() -> None:
         if path.name != "outcomes.py"
     )  # fmt: skip
     assert [code for code in NO_CAPACITY if f'"{code}"' not in text] == []
+
+
+async def test_tenants_of_ended_workers_are_forgotten_too(engines, gateways) -> None:
+    now = 0.0
+    reader = (await gateways(engines[0])).gateway.control.brain.reader
+    ended = WorkerMetrics()
+    for tenant in ("revoked", "kept", ""):
+        ended.tenant_used(tenant, "m", 1, 1)
+    metrics = ControlProcessMetrics(lambda: now)
+    metrics.worker_left(ended.samples(body_bytes=0, journal_tokens=0), lost=False)
+
+    def tenants() -> set[str]:
+        worker = WorkerMeasurements({}, 0, frozenset({"kept"}))
+        text = metrics.scrape(reader, [worker], ready=True, current=True, accept="").body.decode()
+        return set(re.findall(r'tenant="([^"]+)"', text))
+
+    assert tenants() == {"revoked", "kept", "-"}
+    now = 600
+    assert tenants() == {"kept", "-"}
+
+
+def test_a_request_of_a_tenant_with_an_objective_adds_to_its_error_budget() -> None:
+    metrics = WorkerMetrics()
+    for status, code in ((200, None), (503, "queue_full"), (400, "invalid_value")):
+        record = RequestRecord("/v1/chat/completions", status=status, error_code=code)
+        record.called_by(parse_entry(f"{hash_key('sk-one')} tenant=a objective=99.5"))
+        record.error_status = status if code else 0
+        metrics.finished(record)
+    samples = metrics.samples(body_bytes=0, journal_tokens=0)
+    (allowed,) = samples[specs.GATEWAY_TENANT_ERROR_BUDGET.name]
+    assert (dict(allowed.labels), allowed.value) == ({"tenant": "a"}, pytest.approx(0.01)), "a refusal is not counted"
+    counted = {dict(each.labels)["outcome"]: each.value for each in samples[specs.GATEWAY_TENANT_REQUESTS.name]}
+    assert counted == {"completed": 1, "no_capacity": 1, "refused": 1}
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "status", "code"),
+    [
+        ({}, b"{}", 401, "invalid_api_key"),
+        ({**KEY, "content-type": "text/plain"}, b"{}", 415, "unsupported_media_type"),
+        (KEY, b"x" * 70_000, 413, None),
+    ],
+)
+async def test_an_error_before_routing_has_its_reason_in_log_and_metrics(
+    engines, gateways, fake, caplog, headers, body, status, code
+) -> None:
+    place = await place_of(engines, gateways, fake)
+    caplog.set_level("INFO", logger="pagemill.gateway.access")
+    url = f"{place.gateway.url}/v1/chat/completions"
+    async with place.gateway.session.post(
+        url, data=body, headers={"content-type": "application/json", **headers}
+    ) as response:
+        assert response.status == status
+        shown = (await response.json())["error"]
+    await eventually(lambda: caplog.records)
+    logged = json.loads(caplog.records[-1].getMessage())
+    reason = shown["code"] or shown["type"]
+    assert (logged["status"], logged["outcome"], logged["error"], logged["model"]) == (
+        status,
+        "refused",
+        reason,
+        "unknown",
+    )
+    assert code in (None, reason)
+    text = (await place.gateway.get("/metrics", control=True)).raw.decode()
+    assert f'pagemill_gateway_requests_rejected_total{{code="{reason}"}} 1.0' in text
+    assert not reason.isdigit()
+
+
+@pytest.mark.parametrize(
+    ("limits", "status", "outcome"),
+    [
+        ({"body_timeout_s": 0.1}, 408, "refused"),
+        ({"max_body_bytes": 100_000, "max_in_flight_body_bytes": 100_000}, 503, "no_capacity"),
+    ],
+)
+async def test_a_slow_body_and_a_full_body_budget_have_their_reasons(
+    engines, gateways, caplog, limits, status, outcome
+) -> None:
+    gateway = await gateways(engines[0], **limits)
+    caplog.set_level("INFO", logger="pagemill.gateway.access")
+    never = asyncio.Event()
+
+    async def endless() -> Any:
+        yield b'{"model": "tiny", "prompt": "' + b"x" * 60_000
+        await never.wait()
+
+    async def send() -> int:
+        headers = {"content-type": "application/json"}
+        async with gateway.session.post(f"{gateway.url}/v1/completions", data=endless(), headers=headers) as response:
+            return int(response.status)
+
+    sending = [asyncio.create_task(send()) for _ in range(2)]
+    done, others = await asyncio.wait(sending, timeout=WAIT_LIMIT_S, return_when=asyncio.FIRST_COMPLETED)
+    assert {each.result() for each in done} == {status}
+    await eventually(lambda: caplog.records)
+    logged = json.loads(caplog.records[0].getMessage())
+    assert (logged["status"], logged["outcome"]) == (status, outcome)
+    assert logged["error"]
+    assert not logged["error"].isdigit()
+    for each in others:
+        each.cancel()
+    await asyncio.gather(*sending, return_exceptions=True)

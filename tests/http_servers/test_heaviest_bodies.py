@@ -238,7 +238,8 @@ HEAVIEST: dict[str, dict[str, Callable[[], Body]]] = {
 }
 BODILESS = {
     "/livez", "/readyz", "/metrics", "/version", "/health", "/openapi.json", "/ping",
-    "/load", "/server_info", "/docs", "/v1/models", "/v1/models/{}", "/info", "/api/tags", "/api/ps", "/api/version",
+    "/load", "/runbooks/{name}",
+    "/server_info", "/docs", "/v1/models", "/v1/models/{}", "/info", "/api/tags", "/api/ps", "/api/version",
     "/v2", "/v2/health/live", "/v2/health/ready", "/v2/models/{}", "/v2/models/{}/ready", "/v2/models/{}/config",
     "/v1/files", "/v1/files/{id}", "/v1/files/{id}/content", "/v1/batches", "/v1/batches/{id}",
     "/", "/v1/messages/batches", "/v1/messages/batches/{id}", "/v1/messages/batches/{id}/results",

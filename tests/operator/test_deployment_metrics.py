@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pagemill_operator.autoscaler.settings import ScalingSettings, Slo
 from pagemill_operator.controller.reporting.metrics import OperatorMetrics
 from pagemill_operator.plan.types import Group, Plan, Process
-from pagemill_operator.status.observation import Observation, ReplicaObservation
+from pagemill_operator.status.observation import INSUFFICIENT_GPU, Observation, ReplicaObservation
 from pagemill_protocol.resource.served import ServedModel
 
 ENGINE = Process("pagemill_engine.server", {}, gpus=2)
@@ -21,12 +21,13 @@ PLAN = Plan(
     ServedModel(name="tiny"),
     "hf://x",
     (Group("chat", 3, ENGINE, digest="new"),),
-    gpu_hour_price=2.5,
+    replica_price=2.5,
 )
 REPLICAS = (
     ReplicaObservation("chat-0", "ready", "new"),
     ReplicaObservation("chat-1", "ready", "old"),
     ReplicaObservation("chat-2", "asleep", "new"),
+    ReplicaObservation("chat-4", "pending", "new", INSUFFICIENT_GPU),
     ReplicaObservation("chat-3", "gone", "old"),
 )
 
@@ -58,17 +59,21 @@ def test_replicas_gpus_and_price_are_those_of_the_deployment() -> None:
         ("ready_replicas", "tiny"): 2,
         ("updated_replicas", "tiny"): 1,
         ("max_replicas", "tiny"): 3,
-        ("gpus", "tiny"): 6,
-        ("gpu_hour_price", "tiny"): 2.5,
+        ("gpus", "tiny"): 8,
+        ("replicas_without_gpus", "tiny"): 1,
+        ("hour_price", "tiny"): 10,
+        ("error_budget_ratio", "tiny"): 0.005,
+        ("first_token_budget_ratio", "tiny"): 0.05,
     }
 
 
 def test_a_removed_price_is_no_longer_exported() -> None:
     metrics = OperatorMetrics()
     metrics.observed(Observation(PLAN, REPLICAS))
-    metrics.observed(Observation(replace(PLAN, gpu_hour_price=None), REPLICAS))
-    assert ("gpu_hour_price", "tiny") not in series(metrics)
-    assert series(metrics)["gpus", "tiny"] == 6
+    metrics.observed(Observation(replace(PLAN, replica_price=None, objective=99.9), REPLICAS))
+    assert ("hour_price", "tiny") not in series(metrics)
+    assert series(metrics)["error_budget_ratio", "tiny"] == 0.001
+    assert series(metrics)["gpus", "tiny"] == 8
 
 
 @pytest.mark.parametrize(
@@ -86,7 +91,7 @@ def test_a_changed_or_removed_slo_leaves_no_series() -> None:
     metrics.observed(Observation(with_slo(2000), REPLICAS))
     assert budgets(metrics) == {"2.5": 0.1}
     metrics.observed(Observation(with_slo(None), REPLICAS))
-    assert budgets(metrics) == {}
+    assert budgets(metrics) == {"2.5": 0.05}, "the default"
 
 
 def test_another_model_name_replaces_the_series() -> None:

@@ -106,6 +106,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "autoscaling.targets.queueDepth": (SCALED, {"autoscaling__targets__queueDepth": 5}),
     "autoscaling.slo.ttft": (SCALED, {"autoscaling__slo__ttft": "1s"}),
     "autoscaling.slo.tpot": (SCALED, {"autoscaling__slo__tpot": "1s"}),
+    "autoscaling.slo.objective": (
+        {**SCALED, "autoscaling__slo__ttft": "1s"},
+        {"autoscaling__slo__objective": 99.9},
+    ),
     "autoscaling.slo.percentile": ({**SCALED, "autoscaling__slo__ttft": "1s"}, {"autoscaling__slo__percentile": 90}),
     "autoscaling.scaleToZeroAfter": (SCALED, {"autoscaling__scaleToZeroAfter": "9m"}),
     **{
@@ -132,6 +136,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "template.metadata.labels": ({}, {"template__metadata__labels": {"a": "b"}}),
     "template.metadata.annotations": ({}, {"template__metadata__annotations": {"a": "b"}}),
     "template.spec": ({}, {"template__spec__nodeSelector": {"a": "b"}}),
+    "cost.hour": ({}, {"cost__hour": 2.0}),
     "cost.gpuHour": ({"resources__gpus": 1}, {"cost__gpuHour": 2.0}),
 }
 """Field -> (changes before, changes that set the field to another value)."""

@@ -279,10 +279,22 @@ def test_the_queue_is_planned_in_bytes_and_seconds(deployment: Make) -> None:
     assert plan.notes == ()
 
 
-def test_the_price_of_a_gpu_is_planned(deployment: Make) -> None:
-    plan = make_plan(deployment(cost__gpuHour=2.5, resources__gpus=2, engine__tensorParallel=2), "kubernetes")
-    assert (plan.gpu_hour_price, plan.gpus_per_replica, plan.ignored) == (2.5, 2, ())
-    assert make_plan(deployment()).gpu_hour_price is None
+def test_the_price_of_a_replica_is_planned(deployment: Make) -> None:
+    gpus = {"cost__gpuHour": 2.5, "resources__gpus": 2, "engine__tensorParallel": 2}
+    plan = make_plan(deployment(**gpus), "kubernetes")
+    assert (plan.replica_price, plan.gpus_per_replica, plan.ignored) == (5.0, 2, ())
+    assert make_plan(deployment(**gpus, cost__hour=0.5), "kubernetes").replica_price == 5.5
+    assert make_plan(deployment(cost__hour=0.5)).replica_price == 0.5, "without GPUs"
+    assert make_plan(deployment()).replica_price is None
+
+
+def test_the_objective_is_that_of_the_deployment_or_the_default(deployment: Make) -> None:
+    assert make_plan(deployment()).objective == 99.5
+    scaled = {"autoscaling__maxReplicas": 2, "autoscaling__slo__objective": 99.9}
+    plan = make_plan(deployment(**scaled, autoscaling__policy="TargetTracking"))
+    assert plan.autoscaling is not None
+    assert (plan.objective, plan.autoscaling.slo, plan.ignored) == (99.9, None, ())
+    assert plan.autoscaling.kv_cache_usage == 0.8, "an objective alone scales nothing"
 
 
 def test_the_maximum_of_replicas_is_that_of_the_autoscaler(deployment: Make) -> None:

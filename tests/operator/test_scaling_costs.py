@@ -62,13 +62,12 @@ def test_a_record_of_the_previous_release_has_no_price() -> None:
     [
         ({"cost": {"gpuHour": 2.5}, "resources": {"gpus": 1}}, 2.5),
         ({"cost": {"gpuHour": 2.5}}, None),
+        ({"cost": {"hour": 0.5}}, 0.5),
         ({"resources": {"gpus": 1}}, None),
     ],
-    ids=["one GPU", "no GPU", "no price"],
+    ids=["one GPU", "no GPU", "CPUs", "no price"],
 )
-def test_the_cost_of_a_replica_is_that_of_its_gpus(
-    deployment: Any, changes: dict[str, Any], price: float | None
-) -> None:
+def test_the_cost_of_a_replica_is_its_price(deployment: Any, changes: dict[str, Any], price: float | None) -> None:
     plan = make_plan(deployment(autoscaling={"maxReplicas": 2}, **changes), "kubernetes")
     assert plan.autoscaling is not None
     assert plan.autoscaling.replica_price == price

@@ -24,7 +24,7 @@ PricesPerHour = Annotated[
     typer.Option(
         "--price-per-hour",
         help="Price of one replica per hour, such as 2.5, or of one on a certain accelerator, such as l4=0.8. May be "
-        "repeated (default: the file's cost.gpuHour for each GPU).",
+        "repeated (default: by the file's cost).",
     ),
 ]
 Fit = Annotated[

@@ -53,6 +53,4 @@ def price_of(subject: Subject, prices: Prices) -> float | None:
     """Return the price of one replica per hour; `None` if it is unknown."""
     price = prices.get(_name_of(subject), prices.get(None))
     spec = subject.loaded.deployment.spec
-    if price is not None or spec.cost is None or spec.cost.gpu_hour is None or not spec.resources.gpus:
-        return price
-    return spec.cost.gpu_hour * spec.resources.gpus
+    return price if price is not None or spec.cost is None else spec.cost.of_replica(spec.resources.gpus)

@@ -55,6 +55,9 @@ class Dashboards:
             return
         self._folder = self._backend.folder / "dashboards"
         shutil.copytree(FILES, self._folder)
+        rules = self._folder / "rules.yaml"
+        links = f"runbook_url: {self._backend.gateway.base_url}/runbooks/"
+        rules.write_text(rules.read_text("utf-8").replace("runbook_url: /runbooks/", links), "utf-8")
         url = await self._start_prometheus(prometheus)
         self._screen.line(f"Prometheus        {url}")
         grafana = self._find("grafana", "grafana-server")

@@ -30,22 +30,29 @@ class Targets(Section):
     )
 
 
+DEFAULT_OBJECTIVE = 99.5
+"""Percentage of requests that must be answered where a deployment declares none."""
+
+
 class SLO(Section):
-    """Latency objective of requests."""
+    """Objectives of requests: their latency, and that they are answered."""
 
     ttft: Duration | None = None
     """Longest time to first token, such as `500ms`."""
     tpot: Duration | None = None
     """Longest time per output token after the first, such as `50ms`."""
     percentile: Annotated[int, Field(ge=50, le=99)] = 95
-    """Percentage of requests that must meet the objective."""
+    """Percentage of requests that must meet `ttft` and `tpot`."""
+    objective: Annotated[float, Field(ge=50, le=99.999)] | None = None
+    """Percentage of requests that must be answered, such as 99.9; the error budget of alerts is what is left. Default:
+    99.5."""
 
     rules: ClassVar[tuple[SectionRule, ...]] = (
         SectionRule(
             "ttft",
-            "the SLO is empty: set ttft or tpot, or remove slo",
-            "has(self.ttft) || has(self.tpot)",
-            lambda s: s.ttft is not None or s.tpot is not None,
+            "the SLO is empty: set ttft, tpot or objective, or remove slo",
+            "has(self.ttft) || has(self.tpot) || has(self.objective)",
+            lambda s: (s.ttft, s.tpot, s.objective) != (None, None, None),
         ),
     )
 
@@ -106,7 +113,7 @@ class AutoscalingSection(Section):
     """Load per replica above which replicas are added. Default without `targets` and `slo`: `kvCacheUsage` 0.8 and
     `queueDepth` 2."""
     slo: SLO | None = None
-    """Latency objective, which the condition `SLOMet` compares with what clients observe. Policy `Demand` runs the
+    """Objectives. The condition `SLOMet` compares those of latency with what clients observe. Policy `Demand` runs the
     fewest replicas that are predicted to meet it; `TargetTracking` does not scale by it."""
     scale_to_zero_after: Duration | None = None
     """Time without requests, and since it became ready, after which the last replica is removed. Default: the duration

@@ -66,3 +66,10 @@ class CostSection(Section):
 
     gpu_hour: Annotated[float, Field(ge=0, le=10_000)] | None = None
     """Price of one GPU for one hour, in any currency; used for costs in metrics and in `pagemill plan`."""
+    hour: Annotated[float, Field(ge=0, le=10_000)] | None = None
+    """Price of one replica for one hour beside its GPUs, such as that of its CPUs and memory."""
+
+    def of_replica(self, gpus: int | None) -> float | None:
+        """Return the price of one replica with so many GPUs for an hour, or None if it is unknown."""
+        of_gpus = None if self.gpu_hour is None or not gpus else self.gpu_hour * gpus
+        return self.hour if of_gpus is None else of_gpus + (self.hour or 0.0)

@@ -152,7 +152,7 @@ class Limiter:
         if limit is None:
             return Arrival(self._arriving, "")
         if self._arriving.get(caller.account, 0) >= limit:
-            self._metrics.limited("requests")
+            self._metrics.limited(caller.tenant, "requests")
             raise refusal(caller.limits, ReservationAnswer("requests", ARRIVING_RETRY_S, Level(limit, 0, 0.0)), 0)
         return Arrival(self._arriving, caller.account)
 
@@ -164,7 +164,7 @@ class Limiter:
         refused_at, answer = latest
         since_s = self._clock() - refused_at
         if since_s < min(REMEMBER_REFUSAL_S, answer.retry_after_s):
-            self._metrics.limited("requests")
+            self._metrics.limited(caller.tenant, "requests")
             raise refusal(caller.limits, answer._replace(retry_after_s=answer.retry_after_s - since_s), 0)
         del self._refused[caller.account, limit]
 
@@ -185,7 +185,7 @@ class Limiter:
         wanted = num_prompt_tokens + sum(need.first * need.request.sampling.num_sequences for need in needs)
         least = num_prompt_tokens + num_sequences
         ask = ReservationRequest(caller.account, self._new_lease(), wanted, caller.limits, num_sequences, least)
-        answer = await self._take(ask)
+        answer = await self._take(ask, caller.tenant)
         reserved = None
         if token_limits(caller.limits):
             reserved = Reserved(self._store, ask, num_prompt_tokens, answer.granted, needs)
@@ -207,7 +207,7 @@ class Limiter:
             yield Counted({})
             return
         ask = ReservationRequest(caller.account, self._new_lease(), num_tokens, caller.limits)
-        answer = await self._take(ask)
+        answer = await self._take(ask, caller.tenant)
         counted = Counted(level_headers(answer))
         try:
             yield counted
@@ -215,14 +215,14 @@ class Limiter:
             self._store.settle(ask.lease, counted.num_tokens)
         await self._store.settled()
 
-    async def _take(self, ask: ReservationRequest) -> ReservationAnswer:
+    async def _take(self, ask: ReservationRequest, tenant: str) -> ReservationAnswer:
         """Reserve in the store. Raises `PagemillError` 429."""
         asked_at = time.perf_counter()
         answer = await self._store.reserve(ask)
         self._metrics.reserved(time.perf_counter() - asked_at)
         if answer.refused is None:
             return answer
-        self._metrics.limited(answer.refused)
+        self._metrics.limited(tenant, answer.refused)
         if answer.refused == "requests" and ask.limits.requests_per_minute is not None:
             self._refused[ask.account, ask.limits.requests_per_minute] = (self._clock(), answer)
         raise refusal(ask.limits, answer, amount_of(ask), ask.sequences)
@@ -234,7 +234,7 @@ class Limiter:
         """Raise `PagemillError` 429 for a request that the caller's limits can never admit."""
         if (found := too_large(caller.limits, num_prompt_tokens, num_sequences)) is not None:
             reason, error = found
-            self._metrics.limited(reason)
+            self._metrics.limited(caller.tenant, reason)
             raise error
 
     def _need(self, caller: Caller, target: Target, request: GenerateRequest) -> TokenNeed:
@@ -259,8 +259,7 @@ class Limiter:
     ) -> int:
         """Count the used tokens in the metrics, and return the number to charge."""
         prompt, completion = used
-        if caller.tenant:
-            self._metrics.tenant_used(caller.tenant, prompt, completion)
+        self._metrics.tenant_used(caller.tenant, record.model, prompt, completion)
         if ended_by_limit:
             record.ended_by_limit = True
             self._metrics.ended_by_limit(record.model)

@@ -5,7 +5,8 @@ The counters of a worker that ended are kept, so that totals do not decrease whe
 
 from __future__ import annotations
 
-from collections.abc import Container
+import time
+from collections.abc import Callable, Container
 from itertools import product
 
 from pagemill_gateway.brain.queue import queues
@@ -13,13 +14,15 @@ from pagemill_gateway.brain.queue.queues import QueueState
 from pagemill_gateway.brain.reading import Reader
 from pagemill_gateway.brain.resilience import poison_requests
 from pagemill_gateway.metrics.departed import Departed
+from pagemill_gateway.metrics.worker import NO_TENANT
+from pagemill_gateway.ports import WorkerMeasurements
 from pagemill_protocol import metrics as specs
 
 PHASES = ("ready", "starting", "stale", "ejected", "sleeping", "draining")
 
 
 class ControlProcessMetrics:
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._metrics = specs.Metrics(specs.GATEWAY_METRICS)
         self._endpoints: set[tuple[str, str]] = set()
         self._variants: set[tuple[str, str]] = set()
@@ -28,7 +31,7 @@ class ControlProcessMetrics:
         self._counted: dict[tuple[str, str, str], int] = {}
         """The brain's counts at the latest scrape, by metric, deployment and outcome."""
         self._departed: specs.Samples = {}
-        self._gone_endpoints = Departed()
+        self._gone_endpoints, self._gone_tenants = Departed(clock), Departed(clock)
         self._has_redis = False
 
     def decided_without_redis(self) -> None:
@@ -52,7 +55,7 @@ class ControlProcessMetrics:
         self._departed = specs.add_up([self._departed, _totals(samples)])
 
     def scrape(
-        self, reader: Reader, workers: list[specs.Samples], *, ready: bool, current: bool, accept: str
+        self, reader: Reader, workers: list[WorkerMeasurements], *, ready: bool, current: bool, accept: str
     ) -> specs.Scrape:
         """Return all metrics with current gauges, in the format that the header `accept` requests."""
         self._metrics.gauge(specs.GATEWAY_READY).set(int(ready))
@@ -60,8 +63,9 @@ class ControlProcessMetrics:
         self._metrics.gauge(specs.GATEWAY_WORKERS).set(len(workers))
         self._metrics.gauge(specs.GATEWAY_PREFIX_CHUNKS).set(len(reader.placement.index))
         self._set_deployments(reader)
-        self._departed = self._without_gone(self._departed, reader.registry.endpoints)
-        together = specs.add_up([self._metrics.samples(), self._departed, *workers])
+        if workers:
+            self._drop_gone(reader.registry.endpoints, frozenset().union(*(each.tenants for each in workers)))
+        together = specs.add_up([self._metrics.samples(), self._departed, *(each.samples for each in workers)])
         if not self._has_redis:
             # A gauge without labels has a value from the start, and 0 would mean that Redis is unavailable.
             del together[specs.GATEWAY_REDIS_UP.name]
@@ -124,13 +128,19 @@ class ControlProcessMetrics:
                 self._metrics.counter(spec, **labels).inc(max(0, total - before))
         self._counted = counted
 
-    def _without_gone(self, samples: specs.Samples, present: Container[str]) -> specs.Samples:
-        """Return the samples without series of endpoints that have been gone for a while."""
-        known = {each for series in samples.values() for sample in series if (each := _endpoint_of(sample))}
-        gone = self._gone_endpoints.over(known, present)
-        if not gone:
-            return samples
-        return {name: [each for each in series if _endpoint_of(each) not in gone] for name, series in samples.items()}
+    def _drop_gone(self, endpoints: Container[str], tenants: frozenset[str]) -> None:
+        """Drop departed workers' series of endpoints and tenants that have been gone for a while."""
+        for label, departed, present in (
+            ("endpoint", self._gone_endpoints, endpoints),
+            ("tenant", self._gone_tenants, tenants | {NO_TENANT}),
+        ):
+            samples = self._departed
+            gone = departed.over({_label(each, label) for series in samples.values() for each in series}, present)
+            if gone - {""}:
+                self._departed = {
+                    name: [each for each in series if _label(each, label) not in gone - {""}]
+                    for name, series in samples.items()
+                }
 
     def _forget(self, gone: set[tuple[str, str]]) -> None:
         for model, endpoint_id in gone:
@@ -147,5 +157,5 @@ def _totals(samples: specs.Samples) -> specs.Samples:
     return {each.name: samples.get(each.name, []) for each in specs.GATEWAY_METRICS if each.kind != "gauge"}
 
 
-def _endpoint_of(sample: specs.Sample) -> str:
-    return dict(sample.labels).get("endpoint", "")
+def _label(sample: specs.Sample, name: str) -> str:
+    return dict(sample.labels).get(name, "")

@@ -13,9 +13,12 @@ from pagemill_gateway.brain.interface import Assignment, FailureKind
 from pagemill_gateway.metrics.departed import Departed
 from pagemill_gateway.request_record import RequestRecord
 from pagemill_protocol import metrics as specs
+from pagemill_protocol.report.outcomes import COUNTED
 
 OUTCOMES = ("served", *get_args(FailureKind))
 """The outcomes of an attempt at an engine."""
+NO_TENANT = "-"
+"""The label of requests without a tenant; names of tenants begin with a letter or digit."""
 
 
 class WorkerMetrics:
@@ -23,8 +26,8 @@ class WorkerMetrics:
         self._metrics = specs.Metrics(specs.GATEWAY_METRICS)
         self._attempted: set[tuple[str, str]] = set()
         """The pairs of model and endpoint that have series."""
-        self._tenants: set[str] = set()
-        """The tenants that have series."""
+        self._tenants: dict[str, set[tuple[specs.MetricSpec, tuple[tuple[str, str], ...]]]] = {}
+        """The series of each tenant, by metric and other labels."""
         self._gone_endpoints, self._gone_tenants = Departed(clock), Departed(clock)
 
     def prepared(self, record: RequestRecord) -> None:
@@ -43,6 +46,10 @@ class WorkerMetrics:
             stream="true" if record.stream else "false",
             outcome=outcome,
         ).inc()
+        if record.tenant:
+            self._of_tenant(specs.GATEWAY_TENANT_REQUESTS, record.tenant, outcome=outcome)
+            if record.allowed_failures is not None and outcome in COUNTED:
+                self._of_tenant(specs.GATEWAY_TENANT_ERROR_BUDGET, record.tenant, record.allowed_failures)
         if outcome not in ("completed", "client_left") and not record.attempts:
             self._metrics.counter(specs.GATEWAY_REJECTED, code=record.error_code or str(record.status)).inc()
         if outcome == "failed_after_first_token":
@@ -100,8 +107,8 @@ class WorkerMetrics:
     def retry(self, model: str, reason: FailureKind) -> None:
         self._metrics.counter(specs.GATEWAY_UPSTREAM_RETRIES, model=model, reason=reason).inc()
 
-    def limited(self, reason: str) -> None:
-        self._metrics.counter(specs.GATEWAY_LIMITED, reason=reason).inc()
+    def limited(self, tenant: str, reason: str) -> None:
+        self._of_tenant(specs.GATEWAY_LIMITED, tenant, reason=reason)
 
     def ended_by_limit(self, model: str) -> None:
         self._metrics.counter(specs.GATEWAY_ENDED_BY_LIMIT, model=model).inc()
@@ -109,10 +116,14 @@ class WorkerMetrics:
     def reserved(self, seconds: float) -> None:
         self._metrics.histogram(specs.GATEWAY_RESERVE_SECONDS).observe(seconds)
 
-    def tenant_used(self, tenant: str, prompt: int, completion: int) -> None:
-        self._tenants.add(tenant)
+    def tenant_used(self, tenant: str, model: str, prompt: int, completion: int) -> None:
         for kind, tokens in (("prompt", prompt), ("completion", completion)):
-            self._metrics.counter(specs.GATEWAY_TENANT_TOKENS, tenant=tenant, kind=kind).inc(tokens)
+            self._of_tenant(specs.GATEWAY_TENANT_TOKENS, tenant, tokens, model=model, kind=kind)
+
+    def _of_tenant(self, spec: specs.MetricSpec, tenant: str, amount: float = 1, **labels: str) -> None:
+        self._metrics.counter(spec, tenant=tenant or NO_TENANT, **labels).inc(amount)
+        if tenant:
+            self._tenants.setdefault(tenant, set()).add((spec, tuple(labels.items())))
 
     def migrated(self, model: str, reason: FailureKind, num_tokens: int) -> None:
         self._metrics.counter(specs.GATEWAY_MIGRATIONS, model=model, reason=reason).inc()
@@ -126,9 +137,8 @@ class WorkerMetrics:
     def forget_all_but(self, endpoint_ids: frozenset[str], tenants: frozenset[str]) -> None:
         """Drop the series of other endpoints and tenants that have been gone for a while."""
         for tenant in self._gone_tenants.over(self._tenants, tenants):
-            self._tenants.discard(tenant)
-            for kind in ("prompt", "completion"):
-                self._metrics.forget(specs.GATEWAY_TENANT_TOKENS, tenant=tenant, kind=kind)
+            for spec, others in self._tenants.pop(tenant):
+                self._metrics.forget(spec, tenant=tenant, **dict(others))
         gone = self._gone_endpoints.over({each for _, each in self._attempted}, endpoint_ids)
         for model, endpoint_id in {each for each in self._attempted if each[1] in gone}:
             self._attempted.discard((model, endpoint_id))

@@ -43,11 +43,20 @@ ROUTES = {
         "/load",
         "/server_info",
         "/docs",
+        "/runbooks",
         "/",
     ),
     message_batches.PATH,
 }
-WITH_IDS = ("/v1/models", "/v1/responses", "/v1/conversations", "/v1/files", "/v1/batches", message_batches.PATH)
+WITH_IDS = (
+    "/runbooks",
+    "/v1/models",
+    "/v1/responses",
+    "/v1/conversations",
+    "/v1/files",
+    "/v1/batches",
+    message_batches.PATH,
+)
 """Routes whose paths continue with the id of an object."""
 ROUTE_HEADER = b"x-pagemill-route"
 """The header of responses of engines, with policy, endpoint, predicted cached tokens and, for clients without a key,

@@ -347,8 +347,9 @@ GATEWAY_REJECTED = _gateway(
 GATEWAY_LIMITED = _gateway(
     "counter",
     "limited",
-    "Requests refused by a limit of their key: requests, tokens, concurrency, budget_day or budget_month.",
-    ("reason",),
+    "Requests refused by a limit of their key: requests, tokens, concurrency, budget_day or budget_month; tenant `-`: "
+    "the key has none.",
+    ("tenant", "reason"),
 )
 GATEWAY_ENDED_BY_LIMIT = _gateway(
     "counter",
@@ -369,7 +370,19 @@ GATEWAY_KEYS_FILE_VALID = _gateway(
     "0 while `api_keys_file` cannot be read or has an invalid line, and the previous keys stay in use; else 1.",
 )
 GATEWAY_TENANT_TOKENS = _gateway(
-    "counter", "tenant_tokens", "Tokens charged to each tenant, by kind: prompt or completion.", ("tenant", "kind")
+    "counter",
+    "tenant_tokens",
+    "Tokens charged to each tenant, by kind: prompt or completion; tenant `-`: requests without one.",
+    ("tenant", "model", "kind"),
+)
+GATEWAY_TENANT_REQUESTS = _gateway(
+    "counter", "tenant_requests", "Requests of tenants by outcome, each counted once at its end.", ("tenant", "outcome")
+)
+GATEWAY_TENANT_ERROR_BUDGET = _gateway(
+    "counter",
+    "tenant_error_budget",
+    "Failures that the `objective` of tenants' keys allows: of each request that counts, the allowed share.",
+    ("tenant",),
 )
 GATEWAY_ENDPOINTS = _gateway(
     "gauge",

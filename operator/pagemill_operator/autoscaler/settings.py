@@ -54,7 +54,7 @@ class HourlyCost(NamedTuple):
 
     pod_seconds: int
     money: float | None
-    """In the currency of `spec.cost.gpuHour`; None: no price is set, or replicas have no GPU."""
+    """In the currency of `spec.cost`; None: no price is set."""
 
     def __str__(self) -> str:
         price = "" if self.money is None else f" at {self.money:.2f}"
@@ -82,7 +82,7 @@ class ScalingSettings(msgspec.Struct, frozen=True):
     """Whether `scaleToZeroAfter` is not set: the last replica is then removed sooner than after `idle_s` where starts
     are short."""
     replica_price: float | None = None
-    """The price of one replica for an hour: `spec.cost.gpuHour` for each of its GPUs. None: unknown."""
+    """The price of one replica for an hour, by `spec.cost`. None: unknown."""
 
     @property
     def lowest(self) -> int:
@@ -140,7 +140,7 @@ def with_default_targets(settings: ScalingSettings) -> ScalingSettings:
 
 def _slo(section: AutoscalingSection) -> Slo | None:
     slo = section.slo
-    if slo is None:
+    if slo is None or (slo.ttft is None and slo.tpot is None):
         return None
     return Slo(
         ttft_ms=duration_seconds(slo.ttft) * 1000 if slo.ttft else None,

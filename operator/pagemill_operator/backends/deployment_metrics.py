@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from pagemill_crds.sections.autoscaling import DEFAULT_OBJECTIVE
+from pagemill_operator.autoscaler.settings import Slo
 from pagemill_operator.plan.types import Plan
-from pagemill_operator.status.observation import Observation
+from pagemill_operator.status.observation import INSUFFICIENT_GPU, Observation
 from pagemill_protocol.metrics import Metrics, MetricSpec, Scrape, first_token_bound
 
 _LABELS = ("model", "variant")
@@ -29,21 +31,31 @@ MAX = MetricSpec(
     "Most replicas that the autoscaler may set; `spec.replicas` unless `spec.autoscaling.mode` is Active.",
     _LABELS,
 )
+WITHOUT_GPUS = MetricSpec(
+    "pagemill_deployment_replicas_without_gpus", "gauge", "Replicas that wait because no node has free GPUs.", _LABELS
+)
 GPUS = MetricSpec("pagemill_deployment_gpus", "gauge", "GPUs of all pods that exist, ready or not.", _LABELS)
-GPU_HOUR_PRICE = MetricSpec(
-    "pagemill_deployment_gpu_hour_price",
+HOUR_PRICE = MetricSpec(
+    "pagemill_deployment_hour_price",
     "gauge",
-    "Price of one GPU for one hour, from `spec.cost.gpuHour`; absent without it.",
+    "Price of all pods that exist for one hour, from `spec.cost`; absent without it.",
+    _LABELS,
+)
+ERROR_BUDGET = MetricSpec(
+    "pagemill_deployment_error_budget_ratio",
+    "gauge",
+    f"Share of the requests that may fail, from `spec.autoscaling.slo.objective` (default {DEFAULT_OBJECTIVE} %).",
     _LABELS,
 )
 FIRST_TOKEN_BUDGET = MetricSpec(
     "pagemill_deployment_first_token_budget_ratio",
     "gauge",
-    "Share of the requests whose first token may take more than `le` seconds, from `spec.autoscaling.slo`; "
-    "`le` is a bound of `pagemill_gateway_time_to_first_token_seconds`. Absent without `slo.ttft`.",
+    "Share of the requests whose first token may take more than `le` seconds, from `spec.autoscaling.slo` (default 5 % "
+    "and 2.5 s); `le` is a bound of `pagemill_gateway_time_to_first_token_seconds`.",
     (*_LABELS, "le"),
 )
-_OBSERVED = [DESIRED, READY, UPDATED, MAX, GPUS, GPU_HOUR_PRICE]
+DEFAULT_FIRST_TOKEN = Slo(ttft_ms=2500)
+_OBSERVED = [DESIRED, READY, UPDATED, MAX, WITHOUT_GPUS, GPUS, HOUR_PRICE, ERROR_BUDGET]
 DEPLOYMENT_METRICS = [AUTOSCALER_REPLICAS, *_OBSERVED, FIRST_TOKEN_BUDGET]
 
 
@@ -57,7 +69,7 @@ class _Labels(NamedTuple):
 
     model: str
     has_price: bool
-    first_token_bound: str | None
+    first_token_bound: str
 
 
 class DeploymentMetrics:
@@ -73,7 +85,7 @@ class DeploymentMetrics:
         if plan is None:
             return
         objective = _first_token_objective(plan)
-        labels = _Labels(plan.model_name, plan.gpu_hour_price is not None, objective and objective.bound)
+        labels = _Labels(plan.model_name, plan.replica_price is not None, objective.bound)
         if self._deployments.get(plan.key) != labels:
             self.forget_deployment(plan.key)
         self._deployments[plan.key] = labels
@@ -83,17 +95,16 @@ class DeploymentMetrics:
             READY: len(observation.ready()),
             UPDATED: len(observation.ready_current()),
             MAX: plan.max_replicas,
+            WITHOUT_GPUS: sum(replica.reason == INSUFFICIENT_GPU for replica in observation.replicas if replica.live),
             GPUS: num_live * plan.gpus_per_replica,
-            GPU_HOUR_PRICE: plan.gpu_hour_price,
+            HOUR_PRICE: None if plan.replica_price is None else num_live * plan.replica_price,
+            ERROR_BUDGET: round(1 - plan.objective / 100, 6),
         }
         for spec, value in values.items():
             if value is not None:
                 self._metrics.gauge(spec, model=plan.model_name, variant=plan.key).set(value)
-        if objective is not None:
-            budget = self._metrics.gauge(
-                FIRST_TOKEN_BUDGET, model=plan.model_name, variant=plan.key, le=objective.bound
-            )
-            budget.set(objective.budget)
+        budget = self._metrics.gauge(FIRST_TOKEN_BUDGET, model=plan.model_name, variant=plan.key, le=objective.bound)
+        budget.set(objective.budget)
 
     def forget_deployment(self, key: str) -> None:
         """Remove the series of a deployment that is deleted or whose labels have changed."""
@@ -102,8 +113,7 @@ class DeploymentMetrics:
             return
         for spec in _OBSERVED:
             self._metrics.forget(spec, model=labels.model, variant=key)
-        if labels.first_token_bound is not None:
-            self._metrics.forget(FIRST_TOKEN_BUDGET, model=labels.model, variant=key, le=labels.first_token_bound)
+        self._metrics.forget(FIRST_TOKEN_BUDGET, model=labels.model, variant=key, le=labels.first_token_bound)
 
     def scaled(self, key: str, replicas: int) -> None:
         """Set the number of replicas that the autoscaler has decided on or recommends."""
@@ -118,8 +128,9 @@ class DeploymentMetrics:
         return self._metrics.scrape(accept)
 
 
-def _first_token_objective(plan: Plan) -> _Objective | None:
+def _first_token_objective(plan: Plan) -> _Objective:
     slo = None if plan.autoscaling is None else plan.autoscaling.slo
     if slo is None or slo.ttft_ms is None:
-        return None
+        slo = DEFAULT_FIRST_TOKEN
+    assert slo.ttft_ms is not None
     return _Objective(first_token_bound(slo.ttft_ms / 1000), round(1 - slo.share, 4))

@@ -35,7 +35,7 @@ def find_ignored(spec: LLMDeploymentSpec, backend: Backend, settings: dict[str, 
         message = "spec.engine.image names the whole image; put the version into its tag, or remove one of the fields"
         yield Problem("spec.engine.version", spec.engine.version, message)
     if spec.cost is not None and spec.cost.gpu_hour is not None and not spec.resources.gpus:
-        message = "a replica without GPUs costs nothing; set spec.resources.gpus, or remove it"
+        message = "replicas have no GPUs; set spec.resources.gpus, or give their price as spec.cost.hour"
         yield Problem("spec.cost.gpuHour", spec.cost.gpu_hour, message)
     if spec.routing.session_header is not None and spec.routing.policy != "Auto":
         message = f"routing policy {spec.routing.policy} does not keep sessions; set spec.routing.policy to Auto"
@@ -66,7 +66,8 @@ def _of_autoscaling(section: AutoscalingSection) -> Iterator[Problem]:
         message = "in mode Advisory the operator starts no replica; set mode to Active, or remove it"
         yield Problem("spec.autoscaling.warm", section.warm, message)
     policy = registered().policies.get(section.policy)
-    if section.slo is not None and policy is not None and not policy.reads_slo:
+    has_latencies = section.slo is not None and (section.slo.ttft or section.slo.tpot)
+    if has_latencies and policy is not None and not policy.reads_slo:
         message = (
             f"scaling policy {section.policy} does not scale by it, only the condition SLOMet does use it; "
             "set policy to Demand"

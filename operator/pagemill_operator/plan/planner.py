@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 
 from pagemill_crds.invalid import each_on_its_own
-from pagemill_crds.models import LLMDeployment, LLMDeploymentSpec
+from pagemill_crds.models import LLMDeployment
+from pagemill_crds.sections.autoscaling import DEFAULT_OBJECTIVE
 from pagemill_crds.sections.model import Cache, SecretRef
 from pagemill_crds.sections.rollout import ZERO
 from pagemill_operator.autoscaler.settings import settings_of
@@ -41,6 +42,8 @@ def make_plan(deployment: LLMDeployment, backend: Backend = "local") -> Plan:
     """Return the plan; its `problems` name the fields that cannot be carried out."""
     spec = deployment.spec
     settings = {"engine": engine_settings(deployment), "server": server_settings(deployment)}
+    slo = spec.autoscaling.slo if spec.autoscaling is not None else None
+    replica_price = spec.cost.of_replica(spec.resources.gpus) if spec.cost is not None else None
     problems = [*find_problems(spec, backend), *apply_extra_args(spec.engine.extra_args, settings)]
     return Plan(
         namespace=deployment.metadata.namespace,
@@ -49,10 +52,11 @@ def make_plan(deployment: LLMDeployment, backend: Backend = "local") -> Plan:
         served=_served(deployment),
         source=source_with_revision(deployment),
         groups=(_engine_group(deployment, settings),),
-        autoscaling=settings_of(spec.autoscaling, _replica_price(spec)),
+        autoscaling=settings_of(spec.autoscaling, replica_price),
         spec_replicas=desired_replicas(deployment),
         cache=_model_cache(spec.model.cache),
-        gpu_hour_price=spec.cost.gpu_hour if spec.cost else None,
+        replica_price=replica_price,
+        objective=slo.objective if slo is not None and slo.objective is not None else DEFAULT_OBJECTIVE,
         credentials=_secret_key(spec.model.credentials_secret_ref),
         adapters=tuple(
             WantedAdapter(name=each.name, source=each.source, pinned=each.pinned) for each in spec.model.adapters
@@ -61,12 +65,6 @@ def make_plan(deployment: LLMDeployment, backend: Backend = "local") -> Plan:
         ignored=tuple(find_ignored(spec, backend, settings)),
         notes=tuple(find_notes(spec, backend)),
     )
-
-
-def _replica_price(spec: LLMDeploymentSpec) -> float | None:
-    """Return the price of a replica's GPUs for an hour, if it is known."""
-    gpu_hour, gpus = spec.cost.gpu_hour if spec.cost else None, spec.resources.gpus
-    return None if gpu_hour is None or not gpus else gpu_hour * gpus
 
 
 def _served(deployment: LLMDeployment) -> ServedModel:

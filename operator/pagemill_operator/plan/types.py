@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from pagemill_crds.sections.autoscaling import DEFAULT_OBJECTIVE
 from pagemill_operator.autoscaler.settings import ScalingSettings
 from pagemill_protocol.report.adapters import WantedAdapter
 from pagemill_protocol.resource.served import ServedModel
@@ -140,8 +141,10 @@ class Plan:
     spec_replicas: int = 1
     """The number of replicas to start with, and to keep without autoscaling."""
     cache: ModelCachePlan | None = None
-    gpu_hour_price: float | None = None
-    """Price of one GPU for one hour; for metrics only."""
+    replica_price: float | None = None
+    """Price of one replica for one hour; for metrics only."""
+    objective: float = DEFAULT_OBJECTIVE
+    """Percentage of requests that must be answered; for metrics only."""
     credentials: SecretKey | None = None
     """Used by the loader only: engines never see it."""
     problems: tuple[Problem, ...] = ()

@@ -10,6 +10,8 @@ from pagemill_operator.plan.types import Plan, Problem
 
 Phase = Literal["pending", "starting", "loading", "ready", "asleep", "waking", "crashed", "draining", "gone"]
 Stage = Literal["Planned", "Scheduled", "ModelLoaded"]
+INSUFFICIENT_GPU = "InsufficientGPU"
+"""The reason of a replica that waits because no node has free GPUs."""
 
 
 @dataclass(frozen=True)

@@ -79,6 +79,8 @@ def fault_of(line: str) -> str | None:
         return f"has `models`, but this server serves one model to all keys. {ENFORCED}"
     if caller.priority_class != "normal":
         return f"has `priority`, but this server has no priority classes. {ENFORCED}"
+    if caller.objective is not None:
+        return f"has `objective`, but this server counts no tenants' requests. {ENFORCED}"
     return None
 
 

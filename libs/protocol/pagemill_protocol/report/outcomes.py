@@ -65,6 +65,8 @@ OUTCOMES: tuple[OutcomeSpec, ...] = (
     ),
 )
 BURNING: tuple[Outcome, ...] = tuple(each.name for each in OUTCOMES if each.burns)
+COUNTED: tuple[Outcome, ...] = ("completed", *BURNING)
+"""The outcomes of requests that count for availability."""
 NO_FIRST_TOKEN: tuple[Outcome, ...] = ("no_capacity", "failed_before_first_token")
 """The outcomes of streams that missed the objective of first tokens by having none."""
 CLIENT_CLOSED = 499

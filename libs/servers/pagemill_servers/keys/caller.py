@@ -45,6 +45,8 @@ class Caller(NamedTuple):
     """Model names, as clients send them, that this key may use; `None`: all."""
     limits: Limits = NO_LIMITS
     priority_class: PriorityClass = "normal"
+    objective: float | None = None
+    """Percentage of the tenant's requests that must be answered; `None`: none is declared."""
     is_batch: bool = False
     """The request is a line of a batch: it is low-priority and yields to all live requests."""
 

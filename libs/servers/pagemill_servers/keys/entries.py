@@ -1,4 +1,4 @@
-"""The entry of one key: `SHA256 [tenant=NAME] [models=A,B] [LIMIT=NUMBER ...] [priority=CLASS]`.
+"""The entry of one key: `SHA256 [tenant=NAME] [models=A,B] [LIMIT=NUMBER ...] [priority=CLASS] [objective=PERCENT]`.
 
 The settings, a file of keys, a Secret and Redis use the same line. A bare hash is a key without limits. A message about
 a wrong line never quotes it: it may contain a key in place of its hash.
@@ -12,11 +12,13 @@ from typing import Any
 from pagemill_servers.keys.caller import PRIORITY_CLASSES, Caller, Limits
 
 _SHA256_HEX = re.compile(r"[0-9a-fA-F]{64}")
+_PERCENT = re.compile(r"[0-9]{2}(\.[0-9]{1,3})?")
+MAX_OBJECTIVE = 99.999
 _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 HASH_REMEDY = "Write the hash of each key, never the key itself: printf %s KEY | sha256sum"
 MAX_LIMIT = 10**12
 """Sums of some thousands of such numbers are still exact as doubles, such as in Redis's scripts."""
-FIELDS = ("tenant", "models", *Limits._fields, "priority")
+FIELDS = ("tenant", "models", *Limits._fields, "priority", "objective")
 
 
 class EntryError(ValueError):
@@ -43,6 +45,7 @@ def parse_entry(line: str) -> Caller:
         models=_models(fields),
         limits=Limits(**{name: _limit(name, fields[name]) for name in Limits._fields if name in fields}),
         priority_class=_priority(fields),
+        objective=_objective(fields),
     )
 
 
@@ -91,3 +94,16 @@ def _priority(fields: dict[str, str]) -> Any:
     if name not in PRIORITY_CLASSES:
         raise EntryError(f"has priority={name[:20]!r}. Use one of {', '.join(PRIORITY_CLASSES)}.")
     return name
+
+
+def _objective(fields: dict[str, str]) -> float | None:
+    text = fields.get("objective")
+    if text is None:
+        return None
+    if _PERCENT.fullmatch(text) is None or not 50 <= float(text) <= MAX_OBJECTIVE:
+        raise EntryError(
+            f"has objective={text[:20]!r}. Use a percentage of requests from 50 to {MAX_OBJECTIVE}, such as 99.9."
+        )
+    if "tenant" not in fields:
+        raise EntryError("has `objective` without `tenant`. Add the tenant that it is for, or leave it out.")
+    return float(text)

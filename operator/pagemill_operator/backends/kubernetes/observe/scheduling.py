@@ -65,7 +65,7 @@ def _gpus(text: str, process: Process | None) -> Cause | None:
     if f"Insufficient {GPU}" in text:
         wanted = f"{process.gpus} " if process else ""
         return Cause(
-            "InsufficientGPU",
+            "InsufficientGPU",  # `observation.INSUFFICIENT_GPU`
             f"no node has {wanted}free {GPU}: free or add GPUs, or lower spec.resources.gpus "
             f"(the scheduler says: {quote(text)})",
         )
