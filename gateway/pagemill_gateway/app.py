@@ -27,7 +27,7 @@ from pagemill_gateway.routes.control import ControlRoutes
 from pagemill_gateway.routes.counted_answers import CountedAnswers
 from pagemill_gateway.routes.entry import caller_of, entered
 from pagemill_gateway.routes.generate import GenerateRoute
-from pagemill_gateway.routes.health import VERSION, HealthRoutes
+from pagemill_gateway.routes.health import RUNBOOKS_PATH, VERSION, HealthRoutes
 from pagemill_gateway.routes.models import ModelRoutes
 from pagemill_gateway.routes.multipart import OVERHEAD_BYTES
 from pagemill_gateway.routes.stored import conversations, responses
@@ -35,7 +35,6 @@ from pagemill_gateway.routes.stored.conversations import ConversationRoutes
 from pagemill_gateway.routes.stored.responses import ResponsesRoute, StoredResponseRoutes
 from pagemill_gateway.routes.tokens import TokenRoutes
 from pagemill_gateway.routes.websocket.responses import WebSocketRoute
-from pagemill_gateway.runbook_pages import RUNBOOKS_PATH, runbook
 from pagemill_gateway.worker import Worker
 from pagemill_servers.auth import is_loopback_address
 from pagemill_servers.cors import Cors
@@ -126,7 +125,7 @@ def data_routes(worker: Worker, hot: Mapping[str, ASGIApp]) -> list[Route]:
         Route("/server_info", models.server_info),
         Route(OPENAPI_PATH, health.openapi),
         Route(DOCS_PATH, health.docs),
-        Route(RUNBOOKS_PATH, runbook),
+        Route(RUNBOOKS_PATH, health.runbook),
     ]
 
 
