@@ -42,16 +42,17 @@ MODELS_NOTES = """\
   multi-token prediction are not loaded.
 - **Quantization** during loading is supported for all families: `int8` and `int4` on CPUs, also `w8a8` and `fp8` on
   GPUs (experts: `int8` and `int4` only).
-- **GGUF types**: F32, F16, BF16, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL, IQ4_XS and MXFP4.
-  Files with tensors of other types, such as IQ1_S to IQ3_S, TQ1_0 or NVFP4, are refused by the tensor's name before
-  any weight is read. Weights stay as they are stored, or are converted without loss to wider integers (the start
-  prints which: Q2_K takes 12 bits per weight, Q3_K 10, IQ4_NL, IQ4_XS and MXFP4 9). For split files
+- **GGUF types**: F32, F16, BF16, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ1_S, IQ1_M, IQ2_XXS,
+  IQ2_XS, IQ2_S, IQ3_XXS, IQ3_S, IQ4_NL, IQ4_XS, TQ1_0, TQ2_0 and MXFP4. Files with tensors of other types, such as NVFP4,
+  are refused by the tensor's name before any weight is read. Weights stay as they are stored, or are converted without
+  loss to wider integers (the start prints which: Q2_K takes 12 bits per weight, Q3_K, IQ1_M, IQ2_XS and IQ2_S 10, the
+  other IQ and TQ types and MXFP4 9). For split files
   (`NAME-00001-of-00003.gguf`) name the first file; the others must be in the same folder. Files of Aquila, InternLM
   and InternLM 3 have the architecture `llama`, as those of Mistral and Mixtral do. GGUF has no name for OPT.
 - **Embedding and reranking models** produce embeddings (`/v1/embeddings`) or scores of pairs (`/v1/score`,
   `/v1/rerank`): BERT, RoBERTa, XLM-RoBERTa and ModernBERT; decoders whose folder contains sentence-transformers'
   `modules.json` or names the class without its head (`Qwen3Model`); and `*ForSequenceClassification` with one label.
-  Pooling is `cls`, `mean` or `lasttoken`; other modules than Transformer, Pooling and Normalize are refused by name.
+  Modules, keys and values of sentence-transformers' files that have no effect here are refused by name.
   They run on CPUs from safetensors folders; `device: cuda` is refused
   ([how to serve them](../how-to/serve-embeddings.md)).
 - **Multimodal models** are served as their text part: @MULTIMODAL@. The keys of `text_config` are read, tensors may

@@ -26,8 +26,22 @@ HALVES = {
     "Q5_1": [0, 2],
     "Q5_K": [0, 2],
     "Q6_K": [208],
+    "TQ1_0": [52],
+    "TQ2_0": [64],
+    "IQ1_M": [],
 }
 """The offsets of the float16 scales in a block, if they are not at its start."""
+DEVIATIONS = {
+    "IQ1_S": 1e-2,
+    "IQ1_M": 1e-2,
+    "TQ1_0": 5e-2,
+    "TQ2_0": 5e-2,
+    "IQ2_XXS": 1e-3,
+    "IQ2_S": 1e-3,
+    "IQ3_XXS": 5e-4,
+    "IQ3_S": 5e-4,
+}
+"""Standard deviations of these scales, if they are not usual."""
 
 
 def write_gguf(path: Path, model: Any, kinds: dict[str, str]) -> None:
@@ -54,7 +68,7 @@ def write_gguf(path: Path, model: Any, kinds: dict[str, str]) -> None:
         kind = next((kind for part, kind in kinds.items() if part in name), None)
         if tensor.dim() == 1:
             writer.add_tensor(name, tensor.numpy())
-        elif kind is None or not kind.startswith(("Q", "IQ")):
+        elif kind is None or not kind.startswith(("Q", "IQ", "TQ")):
             storage = gguf.GGMLQuantizationType[kind or "F16"]
             writer.add_tensor(name, gguf.quants.quantize(tensor.numpy(), storage), raw_dtype=storage)
         else:
@@ -75,9 +89,13 @@ def stored_blocks(kind: str, name: str, shape: Sequence[int]) -> np.ndarray[Any,
     elements, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     generator = np.random.default_rng(zlib.crc32(name.encode()))
     data = generator.integers(0, 256, (rows, columns // elements, size), dtype=np.uint8)
+    deviation = DEVIATIONS.get(kind, 1e-4 if kind.endswith(("K", "XS", "NL")) else 5e-3)
     for offset in HALVES.get(kind, [0]):
-        values = generator.normal(0, 1e-4 if kind.endswith(("K", "XS", "NL")) else 5e-3, data.shape[:2]).astype(
-            np.float16
-        )
+        values = generator.normal(0, deviation, data.shape[:2]).astype(np.float16)
         data[..., offset : offset + 2] = values[..., None].view(np.uint8).reshape(*data.shape[:2], 2)
+    if kind == "IQ1_M":  # the scale is in the upper four bits of four words
+        bits = generator.normal(0, deviation, data.shape[:2]).astype(np.float16).view(np.uint16)
+        upper = (bits[..., None] << np.array([12, 8, 4, 0], dtype=np.uint16)) & 0xF000
+        words = np.ascontiguousarray(data[..., 48:]).view(np.uint16) & 0x0FFF
+        data[..., 48:] = (words | upper).view(np.uint8)
     return data.reshape(rows, -1)

@@ -1,18 +1,20 @@
 """Converts GGUF storage types into `GroupCodes`: integers with a scale and an optional offset per group of 32 or 16.
 
 Nothing is rounded again: `codes * scales + offsets` are the values of `dequantize`. 8-bit integers also store the types
-of 5 and 6 bits, those of 2 and 3 bits, whose groups are smaller than those of 4-bit integers, the table values of
-IQ4_NL and IQ4_XS, and the doubled 4-bit floats of MXFP4.
+of 5 and 6 bits, those of 1 to 3 bits, whose groups may be smaller than those of 4-bit integers, the table values
+of IQ4_NL and IQ4_XS, and the doubled 4-bit floats of MXFP4.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 from pagemill_engine.weights.dequantize import (
+    SCALED,
     Bytes,
     Codes,
     Floats,
@@ -71,6 +73,8 @@ CODE_KINDS: dict[str, CodeKind] = {
     "IQ4_NL": CodeKind(8),
     "IQ4_XS": CodeKind(8),
     "MXFP4": CodeKind(8),
+    **dict.fromkeys(("IQ1_S", "IQ2_XXS", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0"), CodeKind(8)),
+    **dict.fromkeys(("IQ1_M", "IQ2_XS", "IQ2_S"), CodeKind(8, group_size=SMALL_GROUP_SIZE)),
 }
 
 
@@ -195,6 +199,10 @@ def _iq4_xs(blocks: Bytes) -> _Parts:
     return iq4_codes(iq4_xs_nibbles(blocks)), iq4_xs_scales(blocks), None
 
 
+def _scaled(split: Callable[[Bytes], tuple[Codes, Floats]], blocks: Bytes) -> _Parts:
+    return *split(blocks), None
+
+
 _SPLITS: dict[str, Callable[[Bytes], _Parts]] = {
     "Q2_K": _q2_k,
     "Q3_K": _q3_k,
@@ -209,4 +217,5 @@ _SPLITS: dict[str, Callable[[Bytes], _Parts]] = {
     "Q6_K": _q6_k,
     "Q8_0": _q8_0,
     "MXFP4": _mxfp4,
+    **{kind: partial(_scaled, split) for kind, (_, split) in SCALED.items()},
 }

@@ -6,10 +6,15 @@ their values, float32 [n, block_elements]. `dequantize_into` converts large tens
 
 from __future__ import annotations
 
+import base64
+import zlib
 from collections.abc import Callable
-from typing import TypeVar
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
+import orjson
 from numpy.typing import NDArray
 
 from pagemill_engine.weights.floats import copy_floats
@@ -235,6 +240,144 @@ def _iq4_xs(blocks: Bytes) -> Floats:
     return flat(iq4_codes(iq4_xs_nibbles(blocks)).astype(np.float32) * iq4_xs_scales(blocks)[..., None])
 
 
+@cache
+def _vectors(kind: str) -> Codes:
+    """Return the vectors among which a type's indices choose, [number, 4 or 8]."""
+    levels, size, numbers = _grids()[kind]
+    digits = np.frombuffer(zlib.decompress(base64.b85decode(numbers)), dtype=np.uint8) - ord("0")
+    return np.array(levels, dtype=np.int8)[digits].reshape(-1, size)
+
+
+@cache
+def _grids() -> dict[str, tuple[list[int], int, str]]:
+    """Return for each type the levels of its grid, the size of a vector, and the levels' numbers.
+
+    `tests/shared/iq_grids.py` writes the file from the package `gguf`; a test compares both.
+    """
+    found: dict[str, tuple[list[int], int, str]] = orjson.loads(Path(__file__).with_name("iq_grids.json").read_bytes())
+    return found
+
+
+def _signed(vectors: Codes, bits: Bytes) -> Codes:
+    """Return the vectors' values, flat, negated where a bit is set. bits: uint8 [n, values / 8], lowest first."""
+    values = vectors.reshape(len(bits), -1)
+    negative = np.unpackbits(bits, axis=-1, bitorder="little").astype(bool)
+    return np.where(negative, -values, values)
+
+
+def _eight_signs(seven: Array) -> Bytes:
+    """Return the bytes of signs of which files store seven bits: the number of set bits is even."""
+    low = (seven & 127).astype(np.uint8)
+    parity = np.bitwise_xor.reduce(np.unpackbits(low[..., None], axis=-1), axis=-1)
+    signs: Bytes = low | (parity << 7)
+    return signs
+
+
+def _words(blocks: Bytes, first: int, end: int, kind: type[np.unsignedinteger[Any]]) -> Array:
+    return np.ascontiguousarray(blocks[:, first:end]).view(kind)
+
+
+def _half_scales(blocks: Bytes, first: int) -> Floats:
+    """Return the 16 nibbles of scales from byte `first` on, lower ones first."""
+    scales: Bytes = flat(np.stack((blocks[:, first : first + 8] & 15, blocks[:, first : first + 8] >> 4), axis=-1))
+    return scales.astype(np.float32)
+
+
+def _signs_and_scale(words: Array) -> tuple[Bytes, Floats]:
+    """Split words of four signs of seven bits and a scale of four bits."""
+    shifts = np.array([0, 7, 14, 21], dtype=np.uint32)
+    return flat(_eight_signs(words[..., None] >> shifts)), (words >> 28).astype(np.float32) + np.float32(0.5)
+
+
+def iq2_xxs(blocks: Bytes) -> tuple[Codes, Floats]:
+    words = _words(blocks, 2, 66, np.uint32).reshape(len(blocks), 8, 2)
+    indices = np.ascontiguousarray(words[..., 0]).view(np.uint8)
+    signs, scales = _signs_and_scale(words[..., 1])
+    return _signed(_vectors("IQ2_XXS")[indices], signs), half(blocks, 0) * scales * np.float32(0.25)
+
+
+def iq2_xs(blocks: Bytes) -> tuple[Codes, Floats]:
+    words = _words(blocks, 2, 66, np.uint16)
+    scales = half(blocks, 0) * (_half_scales(blocks, 66) + np.float32(0.5)) * np.float32(0.25)
+    return _signed(_vectors("IQ2_XS")[words & 511], _eight_signs(words >> 9)), scales
+
+
+def iq2_s(blocks: Bytes) -> tuple[Codes, Floats]:
+    high = flat((blocks[:, 66:74, None] >> np.array([0, 2, 4, 6], dtype=np.uint8)) & 3)
+    indices = blocks[:, 2:34].astype(np.uint16) | (high.astype(np.uint16) << 8)
+    scales = half(blocks, 0) * (_half_scales(blocks, 74) + np.float32(0.5)) * np.float32(0.25)
+    return _signed(_vectors("IQ2_S")[indices], blocks[:, 34:66]), scales
+
+
+def iq3_xxs(blocks: Bytes) -> tuple[Codes, Floats]:
+    signs, scales = _signs_and_scale(_words(blocks, 66, 98, np.uint32))
+    return _signed(_vectors("IQ3_XXS")[blocks[:, 2:66]], signs), half(blocks, 0) * scales * np.float32(0.5)
+
+
+def iq3_s(blocks: Bytes) -> tuple[Codes, Floats]:
+    high = np.unpackbits(blocks[:, 66:74], axis=-1, bitorder="little")
+    indices = blocks[:, 2:66].astype(np.uint16) | (high.astype(np.uint16) << 8)
+    scales = flat(np.stack((blocks[:, 106:110] & 15, blocks[:, 106:110] >> 4), axis=-1))
+    return _signed(_vectors("IQ3_S")[indices], blocks[:, 74:106]), half(blocks, 0) * (1 + 2 * scales.astype(np.float32))
+
+
+def iq1_s(blocks: Bytes) -> tuple[Codes, Floats]:
+    """Values are a scale times -1, 0 or 1, moved by an eighth up or down."""
+    high = _words(blocks, 34, 50, np.uint16)
+    indices = flat((high[..., None] >> np.array([0, 3, 6, 9], dtype=np.uint16)) & 7) << 8 | blocks[:, 2:34]
+    moved = np.where(high & 0x8000, -1, 1).astype(np.int8)
+    codes = 8 * _vectors("IQ1_S")[indices].reshape(len(blocks), 8, 32) + moved[..., None]
+    return flat(codes), half(blocks, 0) * (2 * ((high >> 12) & 7) + 1).astype(np.float32) * np.float32(0.125)
+
+
+def iq1_m(blocks: Bytes) -> tuple[Codes, Floats]:
+    """As IQ1_S, with a scale for 16 values and a move for eight. The float16 lies in the upper bits of the scales."""
+    words = _words(blocks, 48, 56, np.uint16)
+    upper = (words & 0xF000) >> np.array([12, 8, 4, 0], dtype=np.uint16)
+    whole = np.bitwise_or.reduce(upper, axis=-1, keepdims=True).view(np.float16).astype(np.float32)
+    scales = flat((words[..., None] >> np.array([0, 3, 6, 9], dtype=np.uint16)) & 7)
+    high = flat(np.stack((blocks[:, 32:48] & 15, blocks[:, 32:48] >> 4), axis=-1))
+    indices = blocks[:, :32].astype(np.uint16) | ((high & 7).astype(np.uint16) << 8)
+    moved = np.where(high & 8, -1, 1).astype(np.int8)
+    codes = 8 * _vectors("IQ1_S")[indices] + moved[..., None]
+    return flat(flat(codes)), whole * (2 * scales + 1).astype(np.float32) * np.float32(0.125)
+
+
+def tq1_0(blocks: Bytes) -> tuple[Codes, Floats]:
+    """Five values of three levels in a byte: digits of base three of the fraction that the byte is of 256."""
+    powers = np.array([1, 3, 9, 27, 81], dtype=np.uint8)[:, None]
+    digits = [
+        (blocks[:, None, first:end] * powers[:number]).reshape(len(blocks), -1)
+        for first, end, number in ((0, 32, 5), (32, 48, 5), (48, 52, 4))
+    ]
+    codes = ((np.concatenate(digits, axis=-1).astype(np.uint16) * 3) >> 8).astype(np.int8) - 1
+    return codes, np.repeat(half(blocks, 52), 8, axis=-1)
+
+
+def tq2_0(blocks: Bytes) -> tuple[Codes, Floats]:
+    pairs = blocks[:, :64].reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], dtype=np.uint8)[:, None]
+    return (pairs & 3).reshape(len(blocks), 256).view(np.int8) - 1, np.repeat(half(blocks, 64), 8, axis=-1)
+
+
+SCALED: dict[str, tuple[int, Callable[[Bytes], tuple[Codes, Floats]]]] = {
+    "IQ1_S": (50, iq1_s),
+    "IQ1_M": (56, iq1_m),
+    "IQ2_XXS": (66, iq2_xxs),
+    "IQ2_XS": (74, iq2_xs),
+    "IQ2_S": (82, iq2_s),
+    "IQ3_XXS": (98, iq3_xxs),
+    "IQ3_S": (110, iq3_s),
+    "TQ1_0": (54, tq1_0),
+    "TQ2_0": (66, tq2_0),
+}
+"""Bytes of a block of 256 values, and the function that splits blocks into integers and scales of equal groups."""
+
+
+def _multiplied(split: Callable[[Bytes], tuple[Codes, Floats]], blocks: Bytes) -> Floats:
+    codes, scales = split(blocks)
+    return flat(codes.reshape(*scales.shape, -1).astype(np.float32) * scales[..., None])
+
+
 PLAIN = {"F32": NUMPY_TYPES["float32"], "F16": NUMPY_TYPES["float16"], "BF16": NUMPY_TYPES["bfloat16"]}
 
 _BLOCKS: dict[str, tuple[int, int, Callable[[Bytes], Floats]]] = {
@@ -251,4 +394,5 @@ _BLOCKS: dict[str, tuple[int, int, Callable[[Bytes], Floats]]] = {
     "IQ4_NL": (32, 18, _iq4_nl),
     "IQ4_XS": (256, 136, _iq4_xs),
     "MXFP4": (32, 17, _mxfp4),
+    **{kind: (256, num_bytes, partial(_multiplied, split)) for kind, (num_bytes, split) in SCALED.items()},
 }

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import iq_grids
 import numpy as np
 import pytest
 import torch
@@ -16,7 +17,8 @@ from gguf_model import stored_blocks, write_gguf
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.starting.factory import create_runner
-from pagemill_engine.weights.dequantize import supported_types
+from pagemill_engine.weights.codes import read_codes
+from pagemill_engine.weights.dequantize import SCALED, _vectors, supported_types
 from pagemill_engine.weights.errors import LoadError
 from pagemill_kernels.cpu import library
 from pagemill_models.files.ggml_types import GGMLType
@@ -50,14 +52,20 @@ def take_stored_values(model: Any, kind: str) -> None:
         for name, tensor in model.state_dict().items():
             if tensor.dim() == 1:
                 continue
-            if kind.startswith(("Q", "IQ")):
+            if kind.startswith(("Q", "IQ", "TQ")):
                 data = stored_blocks(kind, name, tensor.shape)
             else:
                 data = gguf.quants.quantize(tensor.numpy(), storage)
             tensor.copy_(torch.from_numpy(gguf.quants.dequantize(data, storage)).view(tensor.shape))
 
 
-@pytest.mark.parametrize("kind", supported_types())
+SAMPLED = [kind for kind in supported_types() if kind not in SCALED or kind == "IQ2_XS"]
+"""Types whose models run in each test run: those of `SCALED` differ in how they are read only."""
+
+
+@pytest.mark.parametrize(
+    "kind", [kind if kind in SAMPLED else pytest.param(kind, marks=pytest.mark.full) for kind in supported_types()]
+)
 def test_answers_equal_those_of_the_dequantized_weights(
     tmp_path: Path, kind: str, backend: str, runner_loader: Callable[..., Any], make_driver: Callable[[Any], Any]
 ) -> None:
@@ -73,6 +81,18 @@ def test_answers_equal_those_of_the_dequantized_weights(
         chosen = rows.gather(1, torch.tensor(result.token_ids)[:, None]).squeeze(1)
         assert result.logprobs == pytest.approx(chosen.tolist(), abs=2e-3)
         assert (rows.amax(-1) - chosen).max() < 2e-3, "another token was clearly more likely"
+
+
+@pytest.mark.parametrize("kind", iq_grids.KINDS)
+def test_the_grids_are_those_of_the_format(kind: str) -> None:
+    assert np.array_equal(_vectors(kind), iq_grids.grid_of(kind))
+
+
+@pytest.mark.parametrize("kind", SCALED)
+def test_codes_of_any_bytes_are_the_values_of_the_format(kind: str) -> None:
+    blocks = stored_blocks(kind, kind, (6, 512))
+    expected = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[kind])
+    assert np.array_equal(read_codes(kind, blocks.reshape(-1), (6, 512)).dequantize(), expected)
 
 
 def test_the_page_lists_exactly_the_types_that_are_read() -> None:
