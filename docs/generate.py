@@ -43,7 +43,7 @@ MODELS_NOTES = """\
 - **Quantization** during loading is supported for all families: `int8` and `int4` on CPUs, also `w8a8` and `fp8` on
   GPUs (experts: `int8` and `int4` only).
 - **GGUF types**: F32, F16, BF16, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ1_S, IQ1_M, IQ2_XXS,
-  IQ2_XS, IQ2_S, IQ3_XXS, IQ3_S, IQ4_NL, IQ4_XS, TQ1_0, TQ2_0 and MXFP4. Files with tensors of other types, such as NVFP4,
+  IQ2_XS, IQ2_S, IQ3_XXS, IQ3_S, IQ4_NL, IQ4_XS, TQ1_0, TQ2_0 and MXFP4. Files with tensors of other types, as NVFP4,
   are refused by the tensor's name before any weight is read. Weights stay as they are stored, or are converted without
   loss to wider integers (the start prints which: Q2_K takes 12 bits per weight, Q3_K, IQ1_M, IQ2_XS and IQ2_S 10, the
   other IQ and TQ types and MXFP4 9). For split files
