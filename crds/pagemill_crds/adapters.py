@@ -35,6 +35,8 @@ class LoRAAdapterStatus(AdapterReplicas):
 
     observed_generation: Count = 0
     """Generation of the spec that the status describes."""
+    name: str = ""
+    """Name that clients put into `model`: `spec.name`, or the name of the resource."""
     conditions: Annotated[list[Condition], merged_by("type", 8)] = Field(default_factory=list)
     """Conditions: Accepted (whether the engines are asked to serve it) and Ready (whether all replicas do)."""
 

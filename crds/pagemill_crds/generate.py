@@ -50,7 +50,7 @@ WIDE_COLUMNS = [
 ]
 """Columns that `kubectl get -o wide` adds."""
 ADAPTER_COLUMNS = [
-    ("MODEL", "string", ".spec.name", "Name that clients put into `model`; empty: the name of the resource."),
+    ("MODEL", "string", ".status.name", "Name that clients put into `model`."),
     ("DEPLOYMENT", "string", ".spec.deployment", "LLMDeployment whose engines serve it."),
     ("LOADED", "integer", ".status.loadedReplicas", "Replicas that serve it."),
     ("REASON", "string", '.status.conditions[?(@.type=="Ready")].reason', "Why it is ready or not."),

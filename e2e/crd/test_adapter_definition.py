@@ -20,6 +20,7 @@ def test_an_adapter_is_stored_shown_and_refused_by_field(kubectl: Any) -> None:
     kubectl.ok("apply", "--server-side", "-f", "-", stdin=EXAMPLE)
     assert kubectl.json("get", "lora", "sql")["spec"] == {**EXAMPLE["spec"], "pinned": False}
     status = {
+        "name": "sql-of-qwen",
         "loadedReplicas": 1,
         "loaded": ["qwen-0"],
         "refused": [{"pod": "qwen-1", "reason": "AdapterTooLarge", "message": "rank 64"}],
@@ -32,7 +33,7 @@ def test_an_adapter_is_stored_shown_and_refused_by_field(kubectl: Any) -> None:
     kubectl.ok("patch", "lora", "sql", "--subresource=status", "--type=merge", "-p", patch)
     header, row = kubectl.ok("get", "lora", "sql").splitlines()
     assert header.split() == ["NAME", "MODEL", "DEPLOYMENT", "LOADED", "REASON", "AGE"]
-    assert row.split()[:4] == ["sql", "qwen", "1", "AdapterTooLarge"]
+    assert row.split()[:5] == ["sql", "sql-of-qwen", "qwen", "1", "AdapterTooLarge"]
     assert kubectl.json("get", "lora", "sql")["status"]["refused"] == status["refused"]
     for field, value in {"source": "no source", "deployment": "Not_A_Name", "rank": 8}.items():
         wrong = {**EXAMPLE, "spec": {**EXAMPLE["spec"], field: value}}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,10 +15,12 @@ from pagemill_crds.models import LLMDeployment
 from pagemill_kube.errors import ApiError
 from pagemill_operator.backends.kubernetes.backend import TRIES, KubernetesCluster
 from pagemill_operator.backends.kubernetes.deletion_cost import COST_ANNOTATION
-from pagemill_operator.backends.kubernetes.snapshot import RenderContext
+from pagemill_operator.backends.kubernetes.render.names import ADAPTERS_ANNOTATION
+from pagemill_operator.backends.kubernetes.snapshot import DIGEST_ANNOTATION, RenderContext
 from pagemill_operator.controller.watching.cache import ObjectCache
 from pagemill_operator.plan import Plan, make_plan
 from pagemill_operator.plan.types import Problem
+from pagemill_protocol.report.adapters import WantedAdapter
 from pagemill_protocol.report.load import EngineReport
 
 Manifest = dict[str, Any]
@@ -361,6 +364,25 @@ async def test_before_replicas_are_removed_the_emptiest_gets_the_lowest_deletion
     assert world.api.objects["Pod", "b"]["metadata"]["annotations"][COST_ANNOTATION] == "-1"
     await world.settle(world.plan(replicas=4))
     assert world.take() == ["apply Deployment"], "without a removal, no deletion cost may be written"
+
+
+async def test_a_changed_list_of_adapters_is_renewed_in_running_pods_at_once(world: World) -> None:
+    plan = world.plan(engine={"lora": {}})
+    await world.settle(plan)
+    world.run_pods(a=4, b=1)
+    world.take()
+    await world.settle(plan)
+    assert world.take() == [], "pods are annotated only when a list that they have changes"
+    listed = replace(plan, adapters=(WantedAdapter(name="sql", source="hf://a/b"),))
+    await world.settle(listed)
+    assert world.take() == ["apply ConfigMap", "merge Pod", "merge Pod"]
+    notes = [world.api.objects["Pod", name]["metadata"]["annotations"] for name in ("a", "b")]
+    list_of_adapters = world.api.objects["ConfigMap", "chat-adapters"]["metadata"]["annotations"]
+    assert {each[ADAPTERS_ANNOTATION] for each in notes} == {list_of_adapters[DIGEST_ANNOTATION]}
+    world.api.report_invalid = lambda child: ApiError(403, "Forbidden", "no") if child["kind"] == "Pod" else None
+    await world.settle(plan)
+    assert world.take() == ["apply ConfigMap", "merge Pod", "merge Pod"], "a failed hint is not repeated"
+    assert world.cluster.observe(KEY).fault is None
 
 
 async def test_a_failed_write_of_a_deletion_cost_delays_nothing(world: World) -> None:

@@ -35,7 +35,7 @@ def held(**blocks: int) -> dict[str, EngineReport]:
 
 
 def written(pods: list[Manifest], known: dict[str, EngineReport], replicas: int) -> dict[str, str | None]:
-    return {each["metadata"]["name"]: value for each, value in costs_to_write(pods, known, replicas, TEMPLATE)}
+    return {each["metadata"]["name"]: value for each, _, value in costs_to_write(pods, known, replicas, TEMPLATE)}
 
 
 def test_a_sleeping_pod_is_removed_before_a_starting_one() -> None:
@@ -100,7 +100,7 @@ def test_a_removed_pod_is_never_fuller_than_a_remaining_one(
     known = {name: reported(name, blocks, requests) for name, (blocks, requests, _) in zip(names, pods, strict=True)}
     there = [pod(name, cost=cost) for name, (_, _, cost) in zip(names, pods, strict=True)]
     replicas = data.draw(st.integers(0, len(pods) + 1))
-    for each, value in costs_to_write(there, known, replicas, TEMPLATE):
+    for each, _, value in costs_to_write(there, known, replicas, TEMPLATE):
         each["metadata"]["annotations"][COST_ANNOTATION] = value
     if not 0 < replicas < len(pods):
         return

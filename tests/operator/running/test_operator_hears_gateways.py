@@ -327,6 +327,10 @@ async def test_adapters_reach_running_engines_and_their_status_shows_what_engine
     await api.until(lambda: listed() == ["listed", "sql"])
     await api.until(lambda: reason("lost")[0] == "DeploymentNotFound" and reason("other")[0] == "NameConflict")
     assert reason("sql") == ("Accepted", "NoReplicas")
+    assert {each: api.get("LoRAAdapter", each)["status"]["name"] for each in ("sql", "other")} == {
+        "sql": "sql",
+        "other": "listed",
+    }, "what kubectl shows as MODEL, with and without spec.name"
     assert api.get("Deployment", "chat-engine")["spec"]["template"] == template, "no pod is replaced"
 
     known = AdapterStatus(name="sql", source="hf://a/sql", state="known", digest="d")

@@ -16,7 +16,7 @@ from typing import Protocol
 from pagemill_crds.status import AdapterReplicas, AdapterSummary
 from pagemill_kube.client import Client
 from pagemill_operator.backends.base import Cluster
-from pagemill_operator.backends.kubernetes.deletion_cost import costs_to_write
+from pagemill_operator.backends.kubernetes.deletion_cost import costs_to_write, renewing_notes
 from pagemill_operator.backends.kubernetes.differences import (
     Answers,
     rolled_out,
@@ -37,8 +37,20 @@ from pagemill_operator.backends.kubernetes.ownership import (
     own_pods,
 )
 from pagemill_operator.backends.kubernetes.render import render_children, render_tokens
-from pagemill_operator.backends.kubernetes.render.names import TEMPLATE_ANNOTATION, awake_note, engine_name
-from pagemill_operator.backends.kubernetes.snapshot import ApplyError, Manifest, Owner, RenderContext, Snapshot
+from pagemill_operator.backends.kubernetes.render.names import (
+    TEMPLATE_ANNOTATION,
+    adapters_name,
+    awake_note,
+    engine_name,
+)
+from pagemill_operator.backends.kubernetes.snapshot import (
+    DIGEST_ANNOTATION,
+    ApplyError,
+    Manifest,
+    Owner,
+    RenderContext,
+    Snapshot,
+)
 from pagemill_operator.backends.kubernetes.writes import KnownChildren, OnWrite, Writes
 from pagemill_operator.plan.adapters import ClaimedAdapters, serving_replicas
 from pagemill_operator.plan.types import Plan, Problem
@@ -212,13 +224,19 @@ class KubernetesCluster(Cluster):
         template = annotations.get(TEMPLATE_ANNOTATION)
         pods = self._known.pods(plan.key)
         held, asleep = self._held(plan.key), self._asleep(plan.key)
-        await writes.rank(costs_to_write(pods, held, plan.all_replicas, template, asleep))
+        await writes.annotate(costs_to_write(pods, held, plan.all_replicas, template, asleep))
 
     async def _write(self, key: str, writes: Writes, wanted: list[Manifest], live: Children) -> None:
         """Apply network policies, settings and the like first, and then the objects that create pods."""
         changes = list(to_apply(wanted, live, self._answers[key]))
         await writes.apply([manifest for manifest in changes if manifest["kind"] not in POD_MAKERS], live)
         if not writes.has_failed(NEEDED_BY_PODS):
+            adapters = ("ConfigMap", adapters_name(key.partition("/")[2]))
+            for changed in changes:
+                if _at(changed) == adapters and adapters in live:
+                    await writes.annotate(
+                        renewing_notes(self._known.pods(key), changed["metadata"]["annotations"][DIGEST_ANNOTATION])
+                    )
             await writes.apply([manifest for manifest in changes if manifest["kind"] in POD_MAKERS], live)
 
     async def _adjust(self, plan: Plan, writes: Writes, wanted: list[Manifest], live: Children) -> None:

@@ -1,4 +1,5 @@
-"""Chooses the pods to remove first, by `controller.kubernetes.io/pod-deletion-cost`. Pure functions.
+"""Annotations of running pods: which to remove first (`controller.kubernetes.io/pod-deletion-cost`), and which list of
+adapters was written last. Pure functions.
 
 Kubernetes removes pods that are not ready first, sleeping ones among them, and then pods of the lowest cost. The cost
 is -1 for the emptiest pods, and for sleeping pods so that they go before pods that start.
@@ -12,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
 from pagemill_operator.backends.kubernetes.ownership import is_ending
-from pagemill_operator.backends.kubernetes.render.names import ENGINE, TEMPLATE_ANNOTATION
+from pagemill_operator.backends.kubernetes.render.names import ADAPTERS_ANNOTATION, ENGINE, TEMPLATE_ANNOTATION
 from pagemill_operator.backends.kubernetes.snapshot import COMPONENT_LABEL, Manifest
 from pagemill_operator.load.store import emptiest_first
 from pagemill_protocol.report.load import EngineReport
@@ -21,10 +22,11 @@ COST_ANNOTATION = "controller.kubernetes.io/pod-deletion-cost"
 REMOVED_FIRST = "-1"
 
 
-class DeletionCost(NamedTuple):
-    """The value that a pod's cost annotation must get; None removes the annotation."""
+class PodNote(NamedTuple):
+    """The value that an annotation of a pod must get; None removes the annotation."""
 
     pod: Manifest
+    annotation: str
     value: str | None
 
 
@@ -34,7 +36,7 @@ def costs_to_write(
     replicas: int,
     template: str | None,
     asleep: Collection[str] = (),
-) -> Iterator[DeletionCost]:
+) -> Iterator[PodNote]:
     """Yield the annotations to write so that the emptiest pods go when `replicas` are left.
 
     `held` is each engine's load by pod uid. Pods of another `template` are ignored: a rollout replaces them anyway.
@@ -44,7 +46,9 @@ def costs_to_write(
     ready = [pod for pod in live if _is_ready(pod) and _uid(pod) not in asleep]
     resting = [pod for pod in live if _uid(pod) in asleep]
     if len(live) > replicas and len(ready) + len(resting) < len(live):
-        yield from (DeletionCost(pod, REMOVED_FIRST) for pod in resting if COST_ANNOTATION not in _annotations(pod))
+        for pod in resting:
+            if COST_ANNOTATION not in _annotations(pod):
+                yield PodNote(pod, COST_ANNOTATION, REMOVED_FIRST)
     num_going = len(ready) - replicas
     # If all pods go, or only pods that are not ready, there is nothing to choose.
     if not held or replicas <= 0 or num_going <= 0:
@@ -58,7 +62,14 @@ def costs_to_write(
             _annotations(pod).get(COST_ANNOTATION) in (None, REMOVED_FIRST)
             and _annotations(pod).get(COST_ANNOTATION) != wanted
         ):
-            yield DeletionCost(pod, wanted)
+            yield PodNote(pod, COST_ANNOTATION, wanted)
+
+
+def renewing_notes(pods: Collection[Manifest], digest: str) -> Iterator[PodNote]:
+    """Yield the annotations by which kubelets renew the list of adapters, whose digest is given, in running pods."""
+    for pod in pods:
+        if _is_live(pod) and _annotations(pod).get(ADAPTERS_ANNOTATION) != digest:
+            yield PodNote(pod, ADAPTERS_ANNOTATION, digest)
 
 
 def _is_live(pod: Manifest) -> bool:

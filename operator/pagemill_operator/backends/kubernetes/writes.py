@@ -10,7 +10,7 @@ from typing import Protocol
 from pagemill_kube.client import Client
 from pagemill_kube.errors import ApiError, Unreachable
 from pagemill_kube.kinds import Kind
-from pagemill_operator.backends.kubernetes.deletion_cost import COST_ANNOTATION, DeletionCost
+from pagemill_operator.backends.kubernetes.deletion_cost import PodNote
 from pagemill_operator.backends.kubernetes.differences import Answers
 from pagemill_operator.backends.kubernetes.kinds import BY_NAME, POD
 from pagemill_operator.backends.kubernetes.ownership import Children, is_ending, is_own
@@ -71,18 +71,18 @@ class Writes:
         for manifest, orphan in orphans:
             await self._noted(orphan, "adopt", self._adopted(manifest, orphan))
 
-    async def rank(self, costs: Iterable[DeletionCost]) -> None:
-        """Mark the pods to remove first. This is only a hint: an error is no fault of the deployment."""
-        await asyncio.gather(*(self._ranked(cost) for cost in costs))
+    async def annotate(self, notes: Iterable[PodNote]) -> None:
+        """Annotate pods. These are only hints: an error is no fault of the deployment."""
+        await asyncio.gather(*(self._annotated(note) for note in notes))
 
-    async def _ranked(self, cost: DeletionCost) -> None:
-        metadata = cost.pod["metadata"]
-        self._on_write(POD.name, "rank")
-        patch = {"metadata": {"annotations": {COST_ANNOTATION: cost.value}}}
+    async def _annotated(self, note: PodNote) -> None:
+        metadata = note.pod["metadata"]
+        self._on_write(POD.name, "annotate")
+        patch = {"metadata": {"annotations": {note.annotation: note.value}}}
         try:
             answer = await self._client.merge(POD, metadata["namespace"], metadata["name"], patch)
         except (ApiError, Unreachable) as error:
-            logger.info("the deletion cost of pod %s was not written: %s", metadata["name"], error)
+            logger.info("%s of pod %s was not written: %s", note.annotation, metadata["name"], error)
             return
         self._known.put(POD.name, answer)
 

@@ -118,6 +118,7 @@ class AdapterStatuses:
             {
                 **replicas.model_dump(mode="json"),
                 "observedGeneration": generation,
+                "name": claim.wanted.name,
                 "conditions": [each.model_dump(mode="json") for each in conditions],
             }
         )

@@ -28,6 +28,10 @@ SLEEP_ANNOTATION = "pagemill.dev/rest"
 """On pods: `asleep` if the pod was ordered to sleep, `waking` if it was woken and has not been ready since."""
 TEMPLATE_ANNOTATION = "pagemill.dev/template"
 """On pods: the digest of the pod template that they were made from; it distinguishes new pods from old ones."""
+ADAPTERS_ANNOTATION = "pagemill.dev/adapters"
+"""On pods: the digest of the list of adapters that was written last. Kubelets renew a pod's files when it
+changes, instead of at their next sync.
+"""
 
 
 def awake_note(plan: Plan) -> str | None:
