@@ -7,6 +7,7 @@ their values, float32 [n, block_elements]. `dequantize_into` converts large tens
 from __future__ import annotations
 
 import base64
+import json
 import zlib
 from collections.abc import Callable
 from functools import cache, partial
@@ -14,7 +15,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-import orjson
 from numpy.typing import NDArray
 
 from pagemill_engine.weights.floats import copy_floats
@@ -254,7 +254,7 @@ def _grids() -> dict[str, tuple[list[int], int, str]]:
 
     `tests/shared/iq_grids.py` writes the file from the package `gguf`; a test compares both.
     """
-    found: dict[str, tuple[list[int], int, str]] = orjson.loads(Path(__file__).with_name("iq_grids.json").read_bytes())
+    found: dict[str, tuple[list[int], int, str]] = json.loads(Path(__file__).with_name("iq_grids.json").read_bytes())
     return found
 
 

@@ -15,6 +15,8 @@ from pagemill_protocol.source_errors import UnreadableModelError
 STORE = "blobs"
 """Folder of files by their digests in the hub's cache, to which the links of its `snapshots` lead."""
 _SNAPSHOTS = "snapshots"
+MODULES_FILE = "modules.json"
+"""The list of modules of sentence-transformers, in the order of execution; some have weights in their own folders."""
 
 
 def open_regular(path: Path, root: Path | None = None) -> int:

@@ -15,13 +15,11 @@ import orjson
 
 from pagemill_models.files.json_file import read_object, read_text
 from pagemill_models.files.partial_download import awaited_bytes
-from pagemill_models.files.regular_file import open_regular
+from pagemill_models.files.regular_file import MODULES_FILE, open_regular
 from pagemill_protocol.source_errors import UnreadableModelError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-MODULES_FILE = "modules.json"
-"""The list of modules of sentence-transformers, in the order of execution; some have weights in their own folders."""
 MAX_HEADER_BYTES = 100_000_000
 MAX_DIMS = 8
 MAX_SIZE = 1 << 60

@@ -9,7 +9,7 @@ from pathlib import PurePosixPath
 
 from pagemill_models.adapters.limits import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from pagemill_models.files.gguf_split import part_names
-from pagemill_models.files.safetensors_header import MODULES_FILE
+from pagemill_models.files.regular_file import MODULES_FILE
 from pagemill_models.sources.base import RemoteFile
 from pagemill_models.sources.schemes.hugging_face import MODEL_PATTERNS
 from pagemill_protocol.source_errors import FetchError

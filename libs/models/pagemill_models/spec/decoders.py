@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import orjson
 
 from pagemill_models.declaration.config_values import ConfigValues
 from pagemill_models.declaration.declaration import ClassifierSpec, DecoderSpec, DenseSpec, LinearSpec, MatrixSpec
@@ -16,7 +16,7 @@ from pagemill_models.declaration.errors import UnsupportedModelArchitecture, con
 from pagemill_models.declaration.known import BUILT_IN, GROUP, OTHER_CLASSES, RECURRENT, unsupported
 from pagemill_models.declaration.limits import Held
 from pagemill_models.declaration.registry import FoundFamily, find_family, find_text_family
-from pagemill_models.files.safetensors_header import MODULES_FILE
+from pagemill_models.files.regular_file import MODULES_FILE
 from pagemill_models.spec import by_transformers
 from pagemill_models.spec.by_transformers import class_is_installed, recurrent_key
 from pagemill_models.spec.contexts import with_scaled_context
@@ -56,7 +56,7 @@ def _class_defaults() -> dict[str, Mapping[str, Any]]:
 
     `tests/shared/class_defaults.py` generates the file from transformers; a test compares both.
     """
-    found: dict[str, Mapping[str, Any]] = orjson.loads(Path(__file__).with_name("class_defaults.json").read_bytes())
+    found: dict[str, Mapping[str, Any]] = json.loads(Path(__file__).with_name("class_defaults.json").read_bytes())
     return found
 
 

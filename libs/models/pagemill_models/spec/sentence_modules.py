@@ -15,8 +15,7 @@ import orjson
 from pagemill_models.declaration.declaration import Activation, ClassifierSpec, DenseSpec, LinearSpec, MatrixSpec
 from pagemill_models.declaration.errors import UnsupportedModelArchitecture
 from pagemill_models.files.json_file import read_optional, read_text
-from pagemill_models.files.regular_file import exists, path_inside
-from pagemill_models.files.safetensors_header import MODULES_FILE
+from pagemill_models.files.regular_file import MODULES_FILE, exists, path_inside
 from pagemill_protocol.request.pooling import PoolingMethod
 from pagemill_protocol.source_errors import UnreadableModelError
 
