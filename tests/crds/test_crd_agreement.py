@@ -59,6 +59,7 @@ GOOD = [
         ]
     },
     {"spec.engine.speculative": {"method": "draft", "source": "hf://a/b"}},
+    {"spec.engine.speculative": {"method": "lookup.of-a-package"}},
     {"spec.routing": {"weight": 0, "sessionHeader": "x-session", "queue": {"timeout": "5s"}}},
     {"spec.cost.gpuHour": 2},
     {"spec.model.generationDefaults.topP": 0.9},
@@ -98,6 +99,7 @@ BAD = [
     {"spec.engine.env": [{"name": "A"}]},
     {"spec.engine.env": [{"name": "A", "valueFrom": {}}]},
     {"spec.engine.speculative": {"method": "draft"}},
+    {"spec.engine.speculative": {"method": "two words"}},
     {"spec.engine.speculative": {"method": "ngram", "source": "hf://a/b"}},
     {"spec.resources": {"gpuProduct": "NVIDIA-L4"}},
     {"spec.resources.gpus": 2},

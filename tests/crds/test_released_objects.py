@@ -27,9 +27,11 @@ RELEASED_OBJECTS: list[dict[str, Any]] = [
     json.loads(line) for line in (RELEASED / OBJECTS).read_text("utf-8").splitlines()
 ]
 
-_ANY_NAME = "every name of the former enumeration matches the pattern, and names the same policy"
+_ANY_NAME = "every name of the former enumeration matches the pattern, and means the same"
 REVIEWED: dict[tuple[str, str], str] = {
-    ("spec.routing.policy", keyword): _ANY_NAME for keyword in ("pattern", "maxLength", "minLength")
+    (path, keyword): _ANY_NAME
+    for path in ("spec.routing.policy", "spec.engine.speculative.method")
+    for keyword in ("pattern", "maxLength", "minLength")
 } | {("spec.autoscaling.slo", "x-kubernetes-validations"): "one of three fields suffices, not of two"}
 """For the (field, keyword) of each break, the reason why everything accepted before stays valid with the same meaning.
 """

@@ -232,6 +232,12 @@ def test_a_field_without_effect_beside_others_is_reported_with_value_and_remedy(
     assert remedy in finding.message
 
 
+def test_a_method_that_a_package_may_have_goes_to_the_engine(deployment: Make) -> None:
+    planned = make_plan(deployment(engine__speculative={"method": "lookup.of-a-package"}))
+    assert planned.ignored == ()
+    assert planned.groups[0].process.settings["engine"]["speculative"]["method"] == "lookup.of-a-package"
+
+
 def test_arguments_with_an_effect_are_not_reported(deployment: Make) -> None:
     on_gpu = make_plan(deployment(resources__gpus=1, engine__extraArgs=["--cuda-graphs=false"]))
     simulated = make_plan(deployment(engine__extraArgs=["--null-runner", "--vocab-size=99", "--step-time={}"]))

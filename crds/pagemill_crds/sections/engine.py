@@ -31,11 +31,12 @@ class Speculative(Section):
     """Speculative decoding: tokens are proposed cheaply and verified by the model. Answers do not
     depend on it."""
 
-    method: Literal["auto", "ngram", "draft", "mtp", "eagle3", "off"]
+    method: Annotated[str, Text(63, r"^[A-Za-z0-9][A-Za-z0-9._-]*$", "must be a name such as ngram")]
     """`auto` proposes what a client predicts (`prediction` of a chat), `ngram` that and what stood behind the same
     words before, in the prompt, in the answer or in recent answers to prompts that begin alike, `draft` what a client
     predicts and what the model of `source` drafts, `off` nothing. `mtp` and `eagle3` are reserved for the model's own
-    layers and trained heads: this version ignores them and reports them in `FieldsSupported`."""
+    layers and trained heads: this version ignores them and reports them in `FieldsSupported`. Packages can register
+    others with the engine, which refuses a name that it does not have before it is ready."""
     source: Source | None = None
     """The draft model, with the schemes of `spec.model.source`: a smaller one with the same tokenizer. Engines on CPUs
     run it; its weights and its KV cache take part of the memory."""

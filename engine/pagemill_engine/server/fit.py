@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
+
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.failure import StartupError
 from pagemill_engine.sizing.kv_sizes import cache_kinds, kv_bytes_per_token, max_model_len_for
 from pagemill_engine.sizing.memory import memory_limit
 from pagemill_engine.weights.errors import LoadError
 from pagemill_kernels.kv_store.kinds import KVType
+from pagemill_models.sources import resolve_source
+from pagemill_models.spec.model_files import load_model_spec
 from pagemill_models.spec.model_spec import ModelSpec
 
 RUNTIME_BYTES = 256 * 1024**2
@@ -28,14 +32,23 @@ def check_fits(config: EngineConfig, spec: ModelSpec) -> None:
     """Raise `StartupError` if the model needs more memory than the container has."""
     if config.device == "cuda" or (config.device == "auto" and NVIDIA_DRIVER.exists()):
         return  # Weights and cache go to the device's own memory, layer by layer.
-    limit = memory_limit()
-    weights, kv_cache = _weight_bytes(config, spec), _kv_cache_bytes(config, spec)
+    limit, weights, token_bytes = (
+        memory_limit(),
+        _weight_bytes(config, spec),
+        kv_bytes_per_token(spec, _kv_type(config)),
+    )
+    whose, draft = "its weights", _draft_spec(config)
+    if draft is not None:
+        whose = "its weights and those of the draft model"
+        weights += _weight_bytes(msgspec.structs.replace(config, quantization="none"), draft)
+        token_bytes += kv_bytes_per_token(draft, _kv_type(config))
+    kv_cache = _kv_cache_bytes(config, token_bytes)
     if kv_cache:
-        _check_longest(config, spec, kv_cache)
+        _check_longest(config, spec, kv_cache // max(1, config.block_size * token_bytes))
     if weights + RUNTIME_BYTES > limit:
         raise StartupError(
             "ModelTooLarge",
-            f"`model` {config.model!r} needs at least {_size(weights)} for its weights and {_size(RUNTIME_BYTES)} to "
+            f"`model` {config.model!r} needs at least {_size(weights)} for {whose} and {_size(RUNTIME_BYTES)} to "
             f"run, but the memory limit is {_size(limit)}. Raise resources.memory, or use a smaller or more strongly "
             "quantized model.",
             "model",
@@ -66,19 +79,26 @@ def _weight_bytes(config: EngineConfig, spec: ModelSpec) -> int:
     return spec.num_parameters * item_bytes
 
 
-def _kv_cache_bytes(config: EngineConfig, spec: ModelSpec) -> int:
+def _draft_spec(config: EngineConfig) -> ModelSpec | None:
+    """Return the draft model. Whether it fits the model is decided by `sizing.draft`. Raises `SourceError`."""
+    source = config.speculative.source
+    return None if source is None else load_model_spec(resolve_source(source, field="speculative.source"))
+
+
+def _kv_cache_bytes(config: EngineConfig, token_bytes: int) -> int:
     """Return the bytes of the KV cache that the settings ask for; 0 if the cache takes the memory that is left."""
     if config.num_kv_blocks is None:
         return config.kv_cache_memory_bytes or 0
-    return config.num_kv_blocks * config.block_size * kv_bytes_per_token(spec, _kv_type(config))
+    return config.num_kv_blocks * config.block_size * token_bytes
 
 
-def _check_longest(config: EngineConfig, spec: ModelSpec, kv_bytes: int) -> None:
-    """Raise `StartupError` if a request of `max_model_len` tokens does not fit into a cache of so many bytes."""
-    kind = _kv_type(config)
-    num_blocks = kv_bytes // max(1, config.block_size * kv_bytes_per_token(spec, kind))
+def _check_longest(config: EngineConfig, spec: ModelSpec, num_blocks: int) -> None:
+    """Raise `StartupError` if a request of `max_model_len` tokens does not fit into a cache of so many blocks."""
+    shares_memory = config.speculative.source is None
     try:
-        max_model_len_for(config, spec, cache_kinds(config, spec, kind, num_blocks), shares_memory=True)
+        max_model_len_for(
+            config, spec, cache_kinds(config, spec, _kv_type(config), num_blocks), shares_memory=shares_memory
+        )
     except LoadError as error:
         raise StartupError(error.reason, error.message, "max_model_len") from None
 

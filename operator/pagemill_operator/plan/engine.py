@@ -15,8 +15,8 @@ from pagemill_models.sources import in_full
 from pagemill_protocol.engine_ports import CONTROL_PORT, DATA_PORT
 from pagemill_protocol.resource.quantities import cpu_cores, duration_seconds, memory_bytes
 
-SPECULATIVE_METHODS = ("auto", "ngram", "draft", "off")
-"""Methods of `spec.engine.speculative` that engines have."""
+RESERVED_METHODS = ("mtp", "eagle3")
+"""Methods of `spec.engine.speculative` that no engine of this version has. Others may be those of packages."""
 
 
 def engine_settings(deployment: LLMDeployment) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def _defaults(defaults: GenerationDefaultsSection | None) -> dict[str, float] | 
 
 
 def _speculative(section: Speculative | None) -> dict[str, Any] | None:
-    if section is None or section.method not in SPECULATIVE_METHODS:
+    if section is None or section.method in RESERVED_METHODS:
         return None
     settings: dict[str, Any] = {"method": section.method, "num_tokens": section.num_tokens}
     return settings if section.source is None else {**settings, "source": in_full(section.source)}

@@ -6,6 +6,7 @@ With `deterministic`, sums do not depend on how many tokens a step computes, so 
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ import pytest
 from oracle_proposer import oracle
 from tiny_llama import write_tiny_llama
 
+from pagemill_api.answers.call_syntax import after_reasoning
+from pagemill_api.structural_tags import JsonSchema, write_tag
 from pagemill_api.structured_params import StructuredOutputsParams
 from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_engine.config import EngineConfig
@@ -37,6 +40,7 @@ PERSON = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
+AFTER_REASONING = write_tag(after_reasoning("<think>", "</think>", JsonSchema(json_schema=PERSON), is_open=True))
 FEW = list(range(20, 60))
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -62,9 +66,13 @@ KINDS: dict[str, dict[str, Any]] = {
         "structured_outputs": StructuredOutputsParams(regex="(abc|abd|xyz){4,9}"),
     },
     "reasoning": {"temperature": 1.0},
+    "reasoning-form": {
+        "temperature": 1.0,
+        "structured_outputs": StructuredOutputsParams(structural_tag=AFTER_REASONING),
+    },
 }
 BUDGET = AnswerFormat(reasoning="think", starts_in_reasoning=True, reasoning_budget=9)
-FORMATS = {"reasoning": BUDGET}
+FORMATS = {"reasoning": BUDGET, "reasoning-form": BUDGET}
 Answers = dict[tuple[str, int], Any]
 
 
@@ -133,7 +141,7 @@ def serve(
 @pytest.fixture(scope="module")
 def plain(runner: Any, tokenizer: Tokenizer) -> tuple[Answers, int]:
     answers, num_steps = serve(runner, tokenizer, None)
-    assert not any(answer["error"] for answer in answers.values())
+    assert not [answer["error"] for answer in answers.values() if answer["error"]]
     return answers, num_steps
 
 
@@ -155,6 +163,68 @@ def test_every_feature_gives_the_answers_of_decoding_without_proposals(
     assert found == plain[0]
     if not error_rate:
         assert num_steps < (0.9 if runner.info.overlaps else 0.7) * plain[1], "proposals were verified"
+
+
+class AlwaysMost(random.Random):
+    def randint(self, a: int, b: int) -> int:
+        return b
+
+
+def test_a_form_behind_the_reasoning_holds_for_proposals_of_the_same_step(
+    runner: Any, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the form forbids what is proposed behind the reasoning."""
+    kind, budget = "reasoning-form", 6
+
+    def change(request: GenerateRequest) -> GenerateRequest:
+        ends_soon = msgspec.structs.replace(BUDGET, reasoning_budget=budget)
+        return msgspec.structs.replace(request, answer_format=ends_soon)
+
+    plain, _ = serve(runner, tokenizer, None, [kind], change)
+    answer = plain[kind, 0]["token_ids"]
+    text = tokenizer.decode(answer)
+    assert re.match(r"\s*{\s*\"name", text.split("</think>")[1]), text
+    end = budget + len(tokenizer.encode("</think>", add_special_tokens=False))
+    prompt = requests([kind])[0].prompt_token_ids
+    runs: list[tuple[int, int]] = []
+    sound = EngineCore.step
+
+    def step(core: EngineCore) -> Any:
+        result = sound(core)
+        for output in result.outputs:
+            first = runs[-1][1] if runs else 0
+            runs.append((first, first + len(output.token_ids)))
+        return result
+
+    monkeypatch.setattr(EngineCore, "step", step)
+    for wrong in (None, end):
+        proposed = [token if place != wrong else 7 for place, token in enumerate(answer)]
+        method = oracle([prompt + proposed], AlwaysMost(), 0.0, tokenizer.vocab_size)
+        runs.clear()
+        found, _ = serve(runner, tokenizer, Proposals([method], 10), [kind], change)
+        assert found == plain
+        if wrong is None:
+            assert any(first < budget and last > end for first, last in runs), runs
+
+
+def test_an_end_at_the_last_token_within_a_run_is_no_length(runner: Any, tokenizer: Tokenizer) -> None:
+    plain, _ = serve(runner, tokenizer, None, ["drawn"])
+    answer = plain["drawn", 0]["token_ids"]
+    place = next(place for place in range(8, 20) if answer[place] not in answer[:place])
+    prompt = requests(["drawn"])[0].prompt_token_ids
+
+    def ends(max_tokens: int) -> tuple[int, str, int]:
+        def change(request: GenerateRequest) -> GenerateRequest:
+            limits = {"max_tokens": max_tokens, "stop_token_ids": [answer[place]]}
+            return msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, **limits))
+
+        proposals = with_oracle([prompt + answer], 0.0, tokenizer.vocab_size)
+        found, num_steps = serve(runner, tokenizer, proposals, ["drawn"], change)
+        return len(found["drawn", 0]["token_ids"]), found["drawn", 0]["finish_reason"], num_steps
+
+    assert ends(place + 1)[:2] == ends(place + 2)[:2] == (place + 1, "stop")
+    assert ends(place)[:2] == (place, "length")
+    assert ends(place + 2)[2] < place, "proposals were verified"
 
 
 def test_ngrams_give_the_answers_of_decoding_without_proposals(

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_engine.ipc.messages import LogprobsOut
 from pagemill_engine.output.choice import ChoiceOutput
+from pagemill_protocol.request.answer_format import AnswerFormat
 from pagemill_protocol.request.generate import ChoiceResume
 from pagemill_protocol.request.sampling import SamplingParams
 
@@ -77,6 +78,27 @@ def test_a_resumed_choice_continues_without_gaps_or_repeats(
     rest, _ = run(second, chunks(token_ids[broken_after:], sizes))
     assert delta.text + rest == uninterrupted
     assert second.num_text_chars == len(uninterrupted)
+
+
+REASONING = AnswerFormat(reasoning="think", starts_in_reasoning=True)
+
+
+@given(
+    st.lists(st.sampled_from(["a", "b€", "<", "</think>", "\n"]), max_size=12).map("".join),
+    st.lists(st.sampled_from(["b", "a<", "k>", "</think>", "€"]), max_size=2),
+    CUTS,
+)
+def test_tokens_of_reasoning_are_never_more_than_those_that_count(
+    byte_tokenizer: Tokenizer, text: str, stops: list[str], sizes: list[int]
+) -> None:
+    """A run of accepted tokens may reach beyond the stop string that ends the answer."""
+    token_ids = byte_tokenizer.encode(text) if text else []
+    whole, cut = (ChoiceOutput(byte_tokenizer, [], params(stops), answer_format=REASONING) for _ in range(2))
+    run(whole, [[token_id] for token_id in token_ids] or [[]])
+    run(cut, chunks(token_ids, sizes))
+    assert cut.num_reasoning_tokens == whole.num_reasoning_tokens <= cut.num_tokens == whole.num_tokens
+    if "<" not in text and not stops:
+        assert whole.num_reasoning_tokens == len(token_ids)
 
 
 def test_overshoot_appears_neither_in_text_nor_in_tokens_nor_in_logprobs(byte_tokenizer: Tokenizer) -> None:

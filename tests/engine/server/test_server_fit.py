@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pagemill_engine.config import EngineConfig
+from pagemill_engine.config import EngineConfig, SpeculationConfig
 from pagemill_engine.failure import StartupError
 from pagemill_engine.server import fit
 from pagemill_engine.sizing import memory
@@ -54,6 +54,21 @@ def test_a_cache_that_does_not_fit_beside_the_weights_has_its_own_reason(
     assert error is not None
     assert error.termination.reason == "KVCacheTooLarge"
     assert "kvCacheMemory" in error.termination.message
+
+
+def test_a_draft_model_counts_with_its_weights_and_its_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    speculative = SpeculationConfig(method="draft", source=SMOLLM2)
+    weights = load_model_spec(resolve_source(SMOLLM2)).weight_bytes
+    runs_alone = weights + weights // 2 + fit.RUNTIME_BYTES
+    assert verdict(monkeypatch, runs_alone) is None
+    error = verdict(monkeypatch, runs_alone, speculative=speculative)
+    assert error is not None
+    assert error.termination.reason == "ModelTooLarge"
+    assert f"{2 * weights // MIB} MiB for its weights and those of the draft model" in error.termination.message
+    assert verdict(monkeypatch, 600 * MIB, num_kv_blocks=500) is None
+    error = verdict(monkeypatch, 600 * MIB, num_kv_blocks=500, speculative=speculative)
+    assert error is not None
+    assert error.termination.reason == "KVCacheTooLarge", "a block has both models' keys and values"
 
 
 def test_a_length_that_the_cache_cannot_hold_is_refused_before_weights_are_loaded(
