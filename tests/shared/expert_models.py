@@ -61,6 +61,52 @@ LATENT = {
     },
 }
 DEEPSEEK_V2 = {**LATENT, "topk_method": "group_limited_greedy", "routed_scaling_factor": 1.5}
+GLM = {
+    **LLAMA,
+    "moe_intermediate_size": 40,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 1.5,
+}
+GROWING = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.5,
+    "original_max_position_embeddings": 64,
+}
+NEW: dict[str, tuple[str, dict[str, Any]]] = {
+    "ernie4_5_moe": (
+        "Ernie4_5_MoeForCausalLM",
+        {
+            **LLAMA,
+            "moe_intermediate_size": 40,
+            "moe_num_experts": 7,
+            "moe_k": 3,
+            "moe_num_shared_experts": 1,
+            "num_hidden_layers": 4,
+            "moe_layer_interval": 2,
+        },
+    ),
+    "glm4_moe": ("Glm4MoeForCausalLM", {**GLM, "use_qk_norm": True, "attention_bias": True, "head_dim": 24}),
+    "glm4_moe_lite": (
+        "Glm4MoeLiteForCausalLM",
+        {**{key: each for key, each in LATENT.items() if key != "first_k_dense_replace"}, "n_shared_experts": 1},
+    ),
+    "hunyuan_v1_moe": (
+        "HunYuanMoEV1ForCausalLM",
+        {**LLAMA, "head_dim": 16, "num_experts": 6, "moe_topk": 2, "pad_token_id": 0},
+    ),
+    "minimax_m2": (
+        "MiniMaxM2ForCausalLM",
+        {**LLAMA, "head_dim": 16, "rotary_dim": 8, "num_local_experts": 6, "num_experts_per_tok": 2},
+    ),
+    "mistral4": ("Mistral4ForCausalLM", {**LATENT, "rope_parameters": GROWING}),
+}
+"""Families whose declarations are made of parts that the others above have."""
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("MixtralForCausalLM", {**LLAMA, "num_local_experts": 5, "num_experts_per_tok": 2}),
     "qwen2-moe": ("Qwen2MoeForCausalLM", {**QWEN, "shared_expert_intermediate_size": 56, "decoder_sparse_step": 2}),

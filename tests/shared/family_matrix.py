@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import expert_models as experts
-from family_models import BLOOM, FALCON, GEMMA2, GEMMA3, GPT2, GPTJ, GRANITE, LLAMA, MPT, NEOX, OPT
+from family_models import BLOOM, FALCON, GEMMA2, GEMMA3, GPT2, GPTJ, GRANITE, LLAMA, MPT, NEOX, NEW, OPT
 from greedy_families import LENGTHS
 
 PADDED = {**LLAMA, "pad_token_id": 0}
@@ -55,9 +55,12 @@ BASES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("SmolLM3ForCausalLM", {**PADDED, "num_hidden_layers": 4, "tie_word_embeddings": False}),
     "stablelm": ("StableLmForCausalLM", LLAMA),
     "starcoder2": ("Starcoder2ForCausalLM", {**LLAMA, "sliding_window": None}),
+    **NEW,
+    **experts.NEW,
 }
 _WITH_HEAD_DIM = (
-    "cohere", "gemma", "gemma2", "gemma3", "gpt_oss", "granite", "llama", "mistral", "mixtral", "nemotron", "phi3",
+    "cohere", "ernie4_5", "gemma", "gemma2", "gemma3", "gpt_oss", "granite", "llama", "mistral", "mixtral", "nemotron",
+    "phi3", "glm4", "glm4_moe", "hunyuan_v1_dense", "hunyuan_v1_moe", "minimax_m2", "seed_oss",
     "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "starcoder2",
 )  # fmt: skip
 """Families whose configurations may set a head size other than hidden size / heads."""
@@ -66,8 +69,14 @@ _ONE_KV_HEAD: dict[str, dict[str, Any]] = {
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 1},
     "deepseek_v2": {"num_attention_heads": 1, "num_key_value_heads": 1},
     "deepseek_v3": {"num_attention_heads": 1, "num_key_value_heads": 1},
+    "glm4_moe_lite": {"num_attention_heads": 1, "num_key_value_heads": 1},
+    "mistral4": {"num_attention_heads": 1, "num_key_value_heads": 1},
 }
 _WINDOWS: dict[str, dict[str, Any]] = {
+    "cohere2": {"sliding_window": 5},
+    "exaone4": {"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"] * 2},
+    "ministral3": {"sliding_window": 20},
+    "olmo3": {"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"] * 2},
     "gemma2": {"sliding_window": 5},
     "gemma3": {"sliding_window": 5},
     "gpt_oss": {"sliding_window": 5},
@@ -85,10 +94,14 @@ _WINDOWS: dict[str, dict[str, Any]] = {
     },
     "starcoder2": {"sliding_window": 20},
 }
-_ROTARY_DIMS = {"gpt_neox": 8, "phi": 8, "nemotron": 8, "stablelm": 4, "deepseek_v2": 8, "deepseek_v3": 8}
-_SHARES = {"gpt_neox": 0.25, "phi": 0.5, "nemotron": 0.5, "stablelm": 0.25}
-_NOT_ROTATED = ("bloom", "gpt2", "gpt_bigcode", "gptj", "mpt", "opt")
-"""Families without rotary scaling; GPT-J rotates, but its class has no scaling."""
+_ROTARY_DIMS = {"gpt_neox": 8, "phi": 8, "nemotron": 8, "stablelm": 4, "deepseek_v2": 8, "deepseek_v3": 8,
+                "glm4_moe_lite": 8, "glm4": 12, "glm4_moe": 12, "minimax_m2": 8}  # fmt: skip
+_SHARES = {"gpt_neox": 0.25, "phi": 0.5, "nemotron": 0.5, "stablelm": 0.25, "glm4": 0.5, "glm4_moe": 0.5,
+           "minimax_m2": 0.5}  # fmt: skip
+_NOT_ROTATED = ("bloom", "gpt2", "gpt_bigcode", "gptj", "ministral3", "mistral4", "mpt", "opt")
+"""Families without other rotary scalings; GPT-J rotates, but its class has no scaling."""
+_NOT_LONG = ("glm4_moe_lite",)
+"""Families whose classes count other frequencies than the rotated ones."""
 _LONG_ALONE = ("phi3",)
 """Families whose class supports no other kind."""
 
@@ -117,7 +130,7 @@ def _rope(name: str, kind: str) -> dict[str, Any]:
 
 def _rope_overrides(name: str, kind: str) -> dict[str, Any]:
     rope = _rope(name, kind)
-    if name == "gemma3":
+    if name in ("gemma3", "olmo3"):
         return {"rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
                                     "full_attention": rope}}  # fmt: skip
     beside = {"original_max_position_embeddings": ORIGINAL} if name == "phi3" else {}
@@ -136,6 +149,8 @@ def _cases() -> dict[str, Case]:
             cases[f"{name}, short window"] = Case(architecture, base | _WINDOWS[name])
         kinds = () if name in _NOT_ROTATED else ("longrope",) if name in _LONG_ALONE else ROPE_KINDS
         for kind in kinds:
+            if kind == "longrope" and name in _NOT_LONG:
+                continue
             # Only beyond the original context: transformers chooses its factors by the length of each sequence.
             lengths = ROPE_LENGTHS[1:] if kind == "longrope" else ROPE_LENGTHS
             cases[f"{name}, {kind}"] = Case(architecture, base | _rope_overrides(name, kind), lengths)

@@ -215,6 +215,43 @@ ODD_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 """One key and value head, head sizes without a native kernel, all or little of a head rotated, and short windows."""
 
 
+WINDOWED = {**LLAMA, "num_hidden_layers": 4, "sliding_window": 24}
+NEW: dict[str, tuple[str, dict[str, Any]]] = {
+    "cohere2": ("Cohere2ForCausalLM", {**WINDOWED, "logit_scale": 1.5}),
+    "ernie4_5": ("Ernie4_5ForCausalLM", {**LLAMA, "head_dim": 24, "use_bias": True}),
+    "exaone4": ("Exaone4ForCausalLM", WINDOWED),
+    "glm4": ("Glm4ForCausalLM", {**LLAMA, "head_dim": 24, "pad_token_id": 0}),
+    "hunyuan_v1_dense": (
+        "HunYuanDenseV1ForCausalLM",
+        {
+            **LLAMA,
+            "head_dim": 24,
+            "rope_parameters": {"rope_type": "dynamic", "factor": 1.0, "alpha": 50.0, "rope_theta": 10_000.0},
+        },
+    ),
+    "ministral3": (
+        "Ministral3ForCausalLM",
+        {
+            **LLAMA,
+            "head_dim": 24,
+            "pad_token_id": 0,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10_000.0,
+                "factor": 4.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.5,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
+    "olmo3": ("Olmo3ForCausalLM", WINDOWED),
+    "seed_oss": ("SeedOssForCausalLM", {**LLAMA, "head_dim": 24, "attention_out_bias": True}),
+}
+"""Families whose declarations are made of parts that the others above have."""
+
+
 def write_model(
     name: str, overrides: dict[str, Any], folder: Path, vocab_size: int = VOCAB_SIZE, *, tied_experts: bool = False
 ) -> Any:

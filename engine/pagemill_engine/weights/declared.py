@@ -7,6 +7,7 @@ inputs] and the values to compute with. The order of a matrix's rows is decided 
 
 from __future__ import annotations
 
+import math
 from copy import copy
 
 import numpy as np
@@ -38,6 +39,11 @@ class DeclaredWeights:
             name: stored[at][::-1] if name in self._transposed else stored[at]
             for name, at in self._stored_names.items()
         }
+        # Some files store the bias of a router as a matrix of one row.
+        for mixture in decoder.mixtures():
+            bias = mixture.gating.bias if mixture.gating is not None else None
+            if bias is not None and bias in self._shapes:
+                self._shapes[bias] = (math.prod(self._shapes[bias]),)
 
     def _has_outputs_first(self, wanted: Shapes) -> bool:
         """Whether a file stores what is declared as transposed the other way round, as its own class writes it."""

@@ -62,9 +62,9 @@ def assert_prompts_have_the_logprobs_of_transformers(family: Family, results: li
 def test_answers_equal_transformers_in_chunks_after_prefix_hits_and_preemption(
     family: Family, runner_loader: Callable[..., Any], make_driver: Callable[[Any], Any]
 ) -> None:
-    backends = ("cpu_native", "cpu") if library.load() else ("cpu",)
-    # Cases of rotary tables, which all backends share, have fewer prompts.
-    for backend in backends if len(family.prompts) == len(LENGTHS) else backends[:1]:
+    # None is what this machine chooses by the size of heads. Cases of rotary tables, which are shared, have fewer
+    # prompts, and run by it alone.
+    for backend in (None, "cpu") if library.load() and len(family.prompts) == len(LENGTHS) else (None,):
         driver = make_driver(runner_loader(family.folder, backend=backend))
         asks = [ASKS] * len(family.prompts)
         for settings in ({}, {"max_num_batched_tokens": 13}):
@@ -76,4 +76,6 @@ def test_answers_equal_transformers_in_chunks_after_prefix_hits_and_preemption(
         assert sum(result.num_cached_tokens for result in hits[len(family.prompts) :]) >= 80
         pressed = driver.greedy(family.prompts * 3, NUM_TOKENS, num_blocks=16, enable_prefix_caching=False)
         assert tokens_of(pressed) == family.expected * 3
-        assert sum(result.num_preemptions for result in pressed) > 0
+        # Windows free blocks: `test_window_kinds` has preempted requests of these models.
+        windowed = len(driver.runner.info.kinds) > 1
+        assert windowed or sum(result.num_preemptions for result in pressed) > 0

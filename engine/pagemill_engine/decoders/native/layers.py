@@ -109,6 +109,8 @@ def _is_plain_attention(block: object) -> bool:
     """Whether it is attention over cached keys and values, with optional norms and sinks, and nothing else."""
     if not isinstance(block, AttentionSpec):
         return False
+    if block.norms_behind_rotation or block.query_growth is not None:
+        return False
     return block.causal and block.soft_cap is None and block.alibi_slopes is None
 
 

@@ -18,7 +18,7 @@ from pagemill_kernels.recurrent.reference import Convolution, DeltaHeads
 from pagemill_kernels.registry import Ops
 from pagemill_kernels.rope.reference import HeadNorms
 from pagemill_models.declaration.caches import DeltaRuleSpec, ShortConvolutionSpec
-from pagemill_models.declaration.declaration import AttentionSpec, MLPSpec, NormSpec
+from pagemill_models.declaration.declaration import AttentionSpec, MLPSpec, NormSpec, QueryGrowth
 
 
 class LayerOutput(Protocol):
@@ -81,6 +81,8 @@ class Attention:
         cache = context.vectors(self._index)
         # The whole step's keys and values are stored first, so that a prefix hit within the step reads them.
         self._store(heads, cache, context)
+        if self.spec.query_growth is not None:
+            query.mul_(growth(self.spec.query_growth, context.positions).to(self.dtype))
         plan = context.attention_plans[self.spec.window]
         extras = self._extras if self.sinks is None else self._extras | {"sinks": self.sinks.values}
         attended = self.ops.paged_attention(query, cache, plan, self.spec.scale, **extras)
@@ -92,6 +94,9 @@ class Attention:
         """Normalise and rotate queries and keys in place as declared, and write keys and values into the cache."""
         num_heads, slots = self._num_heads, context.kv_slots[self.spec.window]
         rotation = None if self._rotation is None else context.rotations[self._rotation]
+        if self.spec.norms_behind_rotation and rotation is not None:
+            self.ops.rotate(heads[:, : num_heads + self.spec.num_kv_heads], *rotation)
+            rotation = None
         in_one_pass = self.ops.norm_rope_and_store
         if in_one_pass is not None and rotation is not None and (norms := self._norms_of_heads()) is not None:
             in_one_pass(heads, num_heads, norms, *rotation, cache, slots)
@@ -188,6 +193,11 @@ class MLP:
 
     def activate(self, x: Tensor, context: ProductContext) -> Tensor:
         return self._activate(self.up(x, context))
+
+
+def growth(spec: QueryGrowth, positions: Tensor) -> Tensor:
+    """Return the factors on queries, float32 [tokens, 1, 1]."""
+    return (1 + spec.beta * torch.log(1 + torch.floor(positions / spec.length)))[:, None, None]
 
 
 def _activation(spec: MLPSpec, ops: Ops) -> Callable[[Tensor], Tensor]:

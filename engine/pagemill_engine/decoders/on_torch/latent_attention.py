@@ -12,6 +12,7 @@ from itertools import count
 import torch
 from torch import Tensor
 
+from pagemill_engine.decoders.on_torch.blocks import growth
 from pagemill_engine.decoders.on_torch.context import ForwardContext, ProductContext
 from pagemill_engine.decoders.on_torch.layers import Layer, Linear, Norm
 from pagemill_engine.decoders.row_order import latent_order, latent_query_order
@@ -102,7 +103,10 @@ class LatentAttention:
         cache = context.vectors(self._index)
         # The whole step's latents are stored first, so that a prefix hit within the step reads them.
         ops.store_latents(torch.cat([latents, shared_key], -1), cache, context.kv_slots[self.spec.window])
-        plain, turning = torch.split(self._queries(x, context), [spec.key_dim, spec.rope.rotary_dim], -1)
+        queries = self._queries(x, context)
+        if spec.query_growth is not None:
+            queries = queries * growth(spec.query_growth, context.positions).to(self.dtype)
+        plain, turning = torch.split(queries, [spec.key_dim, spec.rope.rotary_dim], -1)
         ops.rotate(turning, cos, sin)
         query = torch.cat([self.up.to_latents(plain, context), turning], -1)
         attended = ops.paged_attention(query, cache, context.attention_plans[spec.window], spec.scale)

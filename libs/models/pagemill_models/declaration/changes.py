@@ -82,6 +82,21 @@ def with_stacked_rows(plain: DecoderSpec) -> DecoderSpec:
     return with_attention(plain, stacked)
 
 
+def with_output_norms(plain: DecoderSpec, *names: str) -> DecoderSpec:
+    """Return `plain`, whose layers have a norm before each block, with a further one of these names behind each."""
+
+    def layer(layer: LayerSpec) -> LayerSpec:
+        after = iter(names)
+
+        def branch(each: BranchSpec) -> BranchSpec:
+            assert each.norm is not None
+            return replace(each, output_norm=replace(each.norm, name=f"{layer.name}.{next(after)}"))
+
+        return layer.with_branches(branch)
+
+    return replace(plain, layers=tuple(map(layer, plain.layers)))
+
+
 def changed_head(plain: DecoderSpec, **values: Any) -> HeadSpec:
     """Return the decoder's head, which must exist, with other values."""
     assert plain.head is not None

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from pagemill_models.declaration.declaration import Activation, RopeSpec
+from pagemill_models.declaration.declaration import Activation, QueryGrowth, RopeSpec
 from pagemill_models.declaration.errors import UnsupportedModelArchitecture
 from pagemill_models.declaration.known import rope_errors, unsupported
 from pagemill_models.declaration.limits import Held, check_fraction, check_parts, check_positive, check_size
@@ -67,6 +67,8 @@ class ConfigValues:
 
     def integer(self, *keys: str, default: int | None = None) -> int:
         key, value = self._first(keys, default)
+        if isinstance(value, list) and value == value[:1] * len(value) != []:
+            value = value[0]  # Hunyuan's files have a number for each layer
         if isinstance(value, bool) or not isinstance(value, int):
             raise self.wrong(key, value, "an integer")
         return value
@@ -150,14 +152,34 @@ class ConfigValues:
         """Return the quantization method of the weights, or None."""
         return quantization_of(self._values)
 
-    def layer_types(self, num_layers: int) -> list[str] | None:
-        """Return the kind of attention of each layer, or None where the file lists none."""
-        kinds = self._values.get("layer_types")
+    def layer_types(self, num_layers: int, key: str = "layer_types") -> list[str] | None:
+        """Return the kind of each layer, or None where the file lists none."""
+        kinds = self._values.get(key)
         if not isinstance(kinds, list):
             return None
         if len(kinds) != num_layers or not all(isinstance(kind, str) for kind in kinds):
-            raise self.wrong("layer_types", kinds, f"a list of {num_layers} names")
+            raise self.wrong(key, kinds, f"a list of {num_layers} names")
         return kinds
+
+    def windowed_layers(self, num_layers: int) -> list[int]:
+        """Return the layers with a window: those of `layer_types`, or all but every fourth one."""
+        kinds = self.layer_types(num_layers)
+        if kinds is None:
+            period = self.size("period", "sliding_window_pattern", default=4)
+            return [layer for layer in range(num_layers) if (layer + 1) % period]
+        if unknown := sorted({*kinds} - {"full_attention", "sliding_attention"}):
+            raise self.unsupported(f"layers of the kind `{unknown[0][:80]}` (`layer_types`)")
+        return [layer for layer, kind in enumerate(kinds) if kind == "sliding_attention"]
+
+    def query_growth(self) -> QueryGrowth | None:
+        with rope_errors(self.architecture, self.path):
+            where, values = settings_of(self._values)
+        beta, length = values.get("llama_4_scaling_beta"), values.get("original_max_position_embeddings")
+        if not beta:
+            return None
+        if type(length) is not int or length < 1:
+            raise self.wrong(f"{where}.original_max_position_embeddings", length, "a positive integer")
+        return QueryGrowth(self._number(f"{where}.llama_4_scaling_beta", beta), length)
 
     def window(self, key: str = "sliding_window", default: int | None = 4096) -> int | None:
         window = self.optional_integer(key, default)

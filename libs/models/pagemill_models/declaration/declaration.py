@@ -42,6 +42,13 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
         return {} if self.divisors is None else {self.divisors: (self.rotary_dim // 2,)}
 
 
+class QueryGrowth(msgspec.Struct, frozen=True):
+    """Queries at position p are multiplied by 1 + beta * ln(1 + floor(p / length)), behind the rotation."""
+
+    beta: float
+    length: int
+
+
 class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
     """Attention over the paged cache; query head h reads key/value head h // (num_heads / num_kv_heads)."""
 
@@ -69,6 +76,9 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
     """Slope of each query head (arXiv 2108.12409): the score of a key n tokens back is reduced by slope * n."""
     sinks: str | None = None
     """Name of a stored tensor [num_heads]: scores of keys without values, which take part in the softmax."""
+    norms_behind_rotation: bool = False
+    """Whether queries and keys are rotated before they are normalized."""
+    query_growth: QueryGrowth | None = None
     gated: bool = False
     """Whether attended values are multiplied by the sigmoid of a gate, whose rows follow the queries in `qkv`."""
 
@@ -121,6 +131,7 @@ class LatentAttentionSpec(msgspec.Struct, frozen=True, kw_only=True, tag="latent
     query_down: LinearSpec | None = None
     """Applied before `query_norm` and `query`, where queries are compressed as well."""
     query_norm: NormSpec | None = None
+    query_growth: QueryGrowth | None = None
 
     window: ClassVar[None] = None
     causal: ClassVar[bool] = True

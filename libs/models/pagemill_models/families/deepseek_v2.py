@@ -15,18 +15,15 @@ from pagemill_models.declaration.declaration import (
     LayerSpec,
     LinearSpec,
     MatrixSpec,
-    MoESpec,
     NormSpec,
     RopeSpec,
-    SharedExpertSpec,
 )
 from pagemill_models.declaration.family import Family
 from pagemill_models.declaration.parts import linear, sequential
 from pagemill_models.declaration.rope_scaling import YarnScaling
 from pagemill_models.families.llama_like import Numbers, decoder, numbers_from_config
-from pagemill_models.families.moe import Mixture, gated_mlp, mixture, mixture_from_config
+from pagemill_models.families.moe import Mixture, drafting_layers, mixture_from_config, with_shared_experts
 
-PARTS = ("gate_proj", "up_proj", "down_proj")
 SPLIT_UP = "kv_b_proj_by_head"
 """Not a key of config.json: a GGUF file stores `kv_b_proj` as two tensors with a matrix per head."""
 COMPRESSED_EPS = 1e-6
@@ -69,39 +66,46 @@ def latent_decoder(
     context: int,
     dense: int,
     shared: int,
+    of_whole_head: bool = False,
 ) -> DecoderSpec:
     """Declare the decoder.
 
     `gating_of`: returns the routing of the mixture of that name. `context`, `dense`, `shared`: defaults of the class.
+    `of_whole_head`: whether the rotated share of a head is declared, as one of its rotated and plain values together.
     """
     if config.flag("mlp_bias", False):
         raise config.unsupported("biases of MLPs (`mlp_bias`)")
     if config.integer("moe_layer_freq", default=1) != 1:
         raise config.unsupported("dense layers between mixtures of experts (`moe_layer_freq`)")
-    numbers = numbers_from_config(config, default_context=context)
-    plain, rope = decoder(numbers), _rope(config, numbers, interleaved)
+    partial = ("partial_rotary_factor", 1.0) if of_whole_head else None
+    numbers = numbers_from_config(config, default_context=context, partial_rotary=partial)
+    plain, rope = decoder(numbers), _rope(config, numbers, interleaved, of_whole_head)
     num_dense = config.integer("first_k_dense_replace", default=dense)
-    shared_size = experts.intermediate_size * config.size("n_shared_experts", default=shared)
+    num_shared = config.size("n_shared_experts", default=shared)
     biased = config.flag("attention_bias", False)
 
     def layer(index: int, spec: LayerSpec) -> LayerSpec:
         _, mlp = spec.blocks()
         first, second = spec.norms()
         if index >= num_dense:
-            mlp = _mixture(experts, f"{spec.name}.mlp", shared_size, gating_of)
+            mlp = with_shared_experts(experts, f"{spec.name}.mlp", num_shared, gating_of)
         attention = _attention(config, numbers, rope, f"{spec.name}.self_attn", biased)
         return sequential(spec.name, (first, attention), (second, mlp))
 
-    drafting = config.integer("num_nextn_predict_layers", "num_mtp_layers", default=0)
     return msgspec.structs.replace(
         plain,
         layers=tuple(layer(index, spec) for index, spec in enumerate(plain.layers)),
-        ignored_layers=tuple(f"model.layers.{numbers.num_layers + index}." for index in range(min(drafting, 64))),
+        ignored_layers=drafting_layers(config, numbers.num_layers, default=0),
     )
 
 
-def _rope(config: ConfigValues, numbers: Numbers, interleaved: bool) -> RopeSpec:
-    rope = config.rope(config.size("qk_rope_head_dim", default=64), numbers.max_position_embeddings)
+def _rope(config: ConfigValues, numbers: Numbers, interleaved: bool, of_whole_head: bool) -> RopeSpec:
+    size, context = config.size("qk_rope_head_dim", default=64), numbers.max_position_embeddings
+    if of_whole_head:
+        whole = size + config.size("qk_nope_head_dim", default=128)
+        rope = config.rope(whole, context, partial=("partial_rotary_factor", size / whole))
+    else:
+        rope = config.rope(size, context)
     return msgspec.structs.replace(rope, interleaved=interleaved)
 
 
@@ -149,13 +153,6 @@ def _parts_of_head(name: str, head: int, key_dim: int, value_dim: int) -> tuple[
 
 def _norm(name: str, size: int) -> NormSpec:
     return NormSpec(name=name, size=size, eps=COMPRESSED_EPS)
-
-
-def _mixture(experts: Mixture, name: str, shared_size: int, gating_of: Callable[[str], GatingSpec]) -> MoESpec:
-    shared = gated_mlp(f"{name}.shared_experts", experts.hidden_size, shared_size, experts.activation, PARTS)
-    return msgspec.structs.replace(
-        mixture(experts, name, PARTS), shared=SharedExpertSpec(mlp=shared), gating=gating_of(name)
-    )
 
 
 FAMILY = Family(read_config)

@@ -3,6 +3,8 @@ include V2."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from pagemill_models.declaration.config_values import ConfigValues
 from pagemill_models.declaration.declaration import DecoderSpec, GatingSpec
 from pagemill_models.declaration.family import Family
@@ -11,14 +13,23 @@ from pagemill_models.declaration.gguf_values import GGUFValues
 from pagemill_models.families import deepseek_v2
 from pagemill_models.families.deepseek_v2 import SPLIT_UP, latent_decoder, read_groups, read_scale
 from pagemill_models.families.llama_like import gguf_names
-from pagemill_models.families.moe import GGUF_IN_LAYER, mixture_from_config
+from pagemill_models.families.moe import GGUF_IN_LAYER, Mixture, mixture_from_config
 
 
 def read_config(config: ConfigValues) -> DecoderSpec:
     renormalized = config.flag("norm_topk_prob", True)
     experts = mixture_from_config(config, size_key="moe_intermediate_size", renormalized=renormalized)
-    num_groups, top_groups = read_groups(config, experts, default=(8, 4))
-    scale = read_scale(config, 2.5)
+    gating = sigmoid_gating(config, experts, default=(8, 4), scale=2.5)
+    interleaved = config.flag("rope_interleave", True)
+    return latent_decoder(config, experts, gating, interleaved=interleaved, context=4096, dense=3, shared=1)
+
+
+def sigmoid_gating(
+    config: ConfigValues, experts: Mixture, default: tuple[int, int], scale: float
+) -> Callable[[str], GatingSpec]:
+    """Return a function from a mixture's name to its routing. `default`, `scale`: defaults of the class."""
+    num_groups, top_groups = read_groups(config, experts, default=default)
+    scale = read_scale(config, scale)
     if num_groups > 1 and experts.num_experts // num_groups < 2:
         raise config.wrong("n_group", num_groups, "of groups with two experts or more")
 
@@ -32,8 +43,7 @@ def read_config(config: ConfigValues) -> DecoderSpec:
             scale=scale,
         )
 
-    interleaved = config.flag("rope_interleave", True)
-    return latent_decoder(config, experts, gating, interleaved=interleaved, context=4096, dense=3, shared=1)
+    return gating
 
 
 def read_gguf(values: GGUFValues) -> DecoderSpec:

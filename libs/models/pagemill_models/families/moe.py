@@ -7,10 +7,20 @@ from collections.abc import Callable
 import msgspec
 
 from pagemill_models.declaration.config_values import ConfigValues
-from pagemill_models.declaration.declaration import Activation, BlockSpec, DecoderSpec, LayerSpec, MLPSpec, MoESpec
+from pagemill_models.declaration.declaration import (
+    Activation,
+    BlockSpec,
+    DecoderSpec,
+    GatingSpec,
+    LayerSpec,
+    MLPSpec,
+    MoESpec,
+    SharedExpertSpec,
+)
 from pagemill_models.declaration.gguf_values import GGUFValues
 from pagemill_models.declaration.parts import linear, sequential
 
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 GGUF_IN_LAYER = {
     "ffn_gate_inp": "mlp.gate",
     "ffn_gate_exps": "mlp.experts.*.gate_proj",
@@ -37,9 +47,9 @@ class Mixture(msgspec.Struct, frozen=True, kw_only=True):
 
 def mixture_from_config(config: ConfigValues, *, size_key: str, renormalized: bool) -> Mixture:
     """Read the numbers. Raises `UnreadableModelError` for impossible ones."""
-    num_experts = config.size("num_experts", "num_experts", "num_local_experts", "n_routed_experts")
+    num_experts = config.size("num_experts", *_COUNTS)
     config.check_parts("experts", num_experts)
-    top_k = config.size("num_experts_per_tok")
+    top_k = config.size("num_experts_per_tok", "num_experts_per_tok", "moe_k", "moe_topk")
     if top_k > num_experts:
         raise config.wrong("num_experts_per_tok", top_k, f"at most the {num_experts} experts of a layer")
     return Mixture(
@@ -76,6 +86,44 @@ def mixture(numbers: Mixture, name: str, parts: tuple[str, str, str]) -> MoESpec
         top_k=numbers.top_k,
         renormalized=numbers.renormalized,
     )
+
+
+def with_shared_experts(
+    numbers: Mixture, name: str, num_shared: int, gating_of: Callable[[str], GatingSpec]
+) -> MoESpec:
+    """Declare a mixture as `mixture`, with shared experts and the routing that `gating_of` returns for its name."""
+    shared, inner = None, numbers.intermediate_size * num_shared
+    if num_shared:
+        mlp = gated_mlp(f"{name}.shared_experts", numbers.hidden_size, inner, numbers.activation, _PARTS)
+        shared = SharedExpertSpec(mlp=mlp)
+    return msgspec.structs.replace(mixture(numbers, name, _PARTS), shared=shared, gating=gating_of(name))
+
+
+def drafting_layers(config: ConfigValues, num_layers: int, default: int) -> tuple[str, ...]:
+    """Return the prefixes of layers behind the last one, which draft further tokens and are not loaded."""
+    drafting = config.integer("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules", default=default)
+    return tuple(f"model.layers.{num_layers + index}." for index in range(min(drafting, 64)))
+
+
+STACKED = {f".experts.{part}": (f".experts.*.{part}.weight",) for part in ("gate_up_proj", "down_proj")}
+"""`DecoderSpec.stacked` of `stored_together`."""
+_PARTS = ("gate_proj", "up_proj", "down_proj")
+
+
+def stored_together(spec: MoESpec, *, transposed: bool = False) -> MoESpec:
+    """Return the mixture with an expert's gate and up projection in one matrix, `gate_up_proj`."""
+    experts = []
+    for each in spec.experts:
+        down, size, inner = each.down.parts[0].name, each.up.in_features, each.down.in_features
+        fused = f"{down.rpartition('.')[0]}.gate_up_proj"
+        experts.append(
+            msgspec.structs.replace(
+                each,
+                up=linear(size, (fused, 2 * inner), transposed=transposed),
+                down=linear(inner, (down, size), transposed=transposed),
+            )
+        )
+    return msgspec.structs.replace(spec, experts=tuple(experts))
 
 
 def gated_mlp(name: str, size: int, inner: int, activation: Activation, parts: tuple[str, str, str]) -> MLPSpec:

@@ -22,8 +22,17 @@ def read_config(config: ConfigValues) -> DecoderSpec:
     numbers = numbers_from_config(config, default_context=2048, epsilon=("rms_norm_eps", 1e-5))
     biased = config.flag("attention_bias", False)
     plain = decoder(replace(numbers, attention_bias=biased, attention_output_bias=biased))
-    layers = tuple(_layer(layer, numbers) for layer in plain.layers)
-    return with_attention(replace(plain, layers=layers), lambda index, spec: _attention(spec, layers[index], numbers))
+    return with_norms_behind(plain, numbers)
+
+
+def with_norms_behind(plain: DecoderSpec, numbers: Numbers) -> DecoderSpec:
+    """Return the decoder with norms behind its blocks in place of those before, and of all queries and keys."""
+    behind = with_layer_norms_behind(plain, numbers)
+    return with_attention(behind, lambda index, spec: whole_norms(spec, behind.layers[index], numbers))
+
+
+def with_layer_norms_behind(plain: DecoderSpec, numbers: Numbers) -> DecoderSpec:
+    return replace(plain, layers=tuple(_layer(layer, numbers) for layer in plain.layers))
 
 
 def _layer(plain: LayerSpec, numbers: Numbers) -> LayerSpec:
@@ -36,7 +45,8 @@ def _layer(plain: LayerSpec, numbers: Numbers) -> LayerSpec:
     return LayerSpec(plain.name, tuple(ResidualSpec((branch,)) for branch in branches))
 
 
-def _attention(plain: AttentionSpec, layer: LayerSpec, numbers: Numbers) -> AttentionSpec:
+def whole_norms(plain: AttentionSpec, layer: LayerSpec, numbers: Numbers) -> AttentionSpec:
+    """Return attention with one norm over all queries and one over all keys."""
     name, head_dim = f"{layer.name}.self_attn", plain.head_dim
     return replace(
         plain,
