@@ -27,7 +27,12 @@ from pagemill_models.files.safetensors_header import INDEX_FILE, TensorHeader, r
 from pagemill_models.sharding.slices import Slices
 from pagemill_protocol.source_errors import UnreadableModelError
 
-_FLOATS = {"F32": NUMPY_TYPES["float32"], "F16": NUMPY_TYPES["float16"], "BF16": NUMPY_TYPES["bfloat16"]}
+_FLOATS: dict[str, np.dtype[Any]] = {
+    "F64": np.dtype(np.float64),
+    "F32": NUMPY_TYPES["float32"],
+    "F16": NUMPY_TYPES["float16"],
+    "BF16": NUMPY_TYPES["bfloat16"],
+}
 _READ: dict[str, np.dtype[Any]] = {
     **_FLOATS,
     "F8_E4M3": np.dtype(np.uint8),
@@ -37,7 +42,6 @@ _READ: dict[str, np.dtype[Any]] = {
     "I16": np.dtype(np.int16),
     "I32": np.dtype(np.int32),
     "I64": np.dtype(np.int64),
-    "F64": np.dtype(np.float64),
 }
 """Array types of stored tensors by safetensors' type names."""
 _DIGEST_NAMES = {

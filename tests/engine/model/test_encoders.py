@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from encoder_models import CLASSIFIERS, DECODERS, ENCODERS, VOCAB_SIZE, write_encoder, write_modules
+from safetensors.torch import load_file, save_file
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loop.core import EngineCore
@@ -156,6 +157,25 @@ def test_dense_layers_and_a_default_size_are_those_of_sentence_transformers(kind
     torch.testing.assert_close(pooled(core, PROMPTS), cut, atol=TOLERANCE, rtol=0)
     asked = torch.nn.functional.normalize(full[:, :8], dim=1)
     torch.testing.assert_close(pooled(core, PROMPTS, dimensions=8), asked, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("form", ["names", "doubles"])
+def test_files_with_old_names_of_norms_or_in_float64_give_the_same_vectors(form: str, tmp_path: Path) -> None:
+    model = write_encoder(*ENCODERS["bert"], tmp_path)
+    path = tmp_path / "model.safetensors"
+    weights = load_file(path)
+    if form == "doubles":
+        weights = {name: value.double() for name, value in weights.items()}
+    else:
+        old = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+        weights = {
+            next((name.replace(new, was) for new, was in old.items() if name.endswith(new)), name): value
+            for name, value in weights.items()
+        }
+        assert sum(name.endswith(("gamma", "beta")) for name in weights) == 14
+    save_file(weights, path)
+    write_modules(tmp_path)
+    torch.testing.assert_close(pooled(core_of(tmp_path), PROMPTS), vectors_of(model, "mean"), atol=TOLERANCE, rtol=0)
 
 
 def test_a_dense_layer_of_another_model_is_refused(tmp_path: Path) -> None:

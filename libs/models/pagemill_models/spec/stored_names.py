@@ -9,6 +9,7 @@ from pagemill_models.declaration.declaration import DecoderSpec
 _DECLARED = "model."
 _PREFIXES = ("model.language_model.", "language_model.model.", _DECLARED)
 """Prefixes of a text part's tensors, of which a file has one."""
+_OLD = {"gamma": "weight", "beta": "bias"}
 _ENCODERS = frozenset(
     {
         "audio_tower",
@@ -25,7 +26,17 @@ _ENCODERS = frozenset(
 
 def declared_names(stored: Iterable[str], decoder: DecoderSpec) -> dict[str, str]:
     """Return the stored name of each declared name; a name that is not declared is returned for itself."""
-    stored = list(stored)
+    current = {_current(name): name for name in stored}
+    return {declared: current[name] for declared, name in _prefixed(list(current), decoder).items()}
+
+
+def _current(name: str) -> str:
+    """Return the name of a norm's tensor for that of files before 2019, which transformers renames, too."""
+    owner, _, part = name.rpartition(".")
+    return f"{owner}.{_OLD[part]}" if part in _OLD and owner.endswith("LayerNorm") else name
+
+
+def _prefixed(stored: list[str], decoder: DecoderSpec) -> dict[str, str]:
     if decoder.text_only:
         prefix = _prefix(stored, decoder)
         return {_text_name(name, prefix): name for name in stored if not is_of_encoder(name)}
