@@ -38,9 +38,7 @@ SHAPE: dict[str, Any] = {
 }
 MODELS: dict[str, dict[str, Any]] = {
     "HeliumForCausalLM": {},
-    "Glm4ForCausalLM": {"partial_rotary_factor": 0.5},
-    "Ernie4_5ForCausalLM": {"num_key_value_heads": 1, "tie_word_embeddings": True},
-    "HunYuanDenseV1ForCausalLM": {},
+    "ArceeForCausalLM": {"num_key_value_heads": 1, "tie_word_embeddings": True},
     "Dots1ForCausalLM": {
         "n_routed_experts": 5,
         "n_shared_experts": 1,
@@ -52,18 +50,8 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "FlexOlmoForCausalLM": {"num_experts": 5, "num_experts_per_tok": 2, "output_router_logits": True},
     "PhimoeForCausalLM": {"num_local_experts": 4, "num_experts_per_tok": 2, "router_jitter_noise": 0.1},
-    "HunYuanMoEV1ForCausalLM": {"num_experts": 4, "moe_topk": 2},
     "GraniteMoeForCausalLM": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "GraniteMoeSharedForCausalLM": {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 40},
-    "Glm4MoeForCausalLM": {
-        "n_routed_experts": 5,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 48,
-        "first_k_dense_replace": 1,
-        "n_group": 1,
-        "topk_group": 1,
-    },
 }
 LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 PROMPTS: list[list[int]] = [[3 + 7 * at % 190 for at in range(length)] for length in (1, 2, 16, 33, 90)]
@@ -144,7 +132,7 @@ def test_a_planted_fault_in_the_order_of_heads_is_detected(
 @pytest.mark.parametrize(
     ("name", "overrides", "message"),
     [
-        ("Exaone4ForCausalLM", {"sliding_window": 16, "sliding_window_pattern": 2}, "`sliding_attention`"),
+        ("Dots1ForCausalLM", {"sliding_window": 16, "layer_types": ["sliding_attention"] * 3}, "`sliding_attention`"),
         ("MambaForCausalLM", {}, "`MambaForCausalLM`, which is not supported"),
         ("JambaForCausalLM", {"num_experts": 2}, "`JambaForCausalLM`"),
         (
