@@ -229,7 +229,7 @@ def iq4_xs_scales(blocks: Bytes) -> Floats:
 
     The four low bits are in bytes 4 to 7, the two high bits in bytes 2 and 3.
     """
-    low = flat(np.stack((blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4), axis=-1))
+    low = _nibble_pairs(blocks[:, 4:8])
     shifts = np.array([0, 2, 4, 6], dtype=np.uint8)
     high = flat((blocks[:, 2:4, None] >> shifts) & 3)
     scales: Floats = half(blocks, 0) * ((low | (high << 4)).astype(np.float32) - 32.0)
@@ -277,10 +277,10 @@ def _words(blocks: Bytes, first: int, end: int, kind: type[np.unsignedinteger[An
     return np.ascontiguousarray(blocks[:, first:end]).view(kind)
 
 
-def _half_scales(blocks: Bytes, first: int) -> Floats:
-    """Return the 16 nibbles of scales from byte `first` on, lower ones first."""
-    scales: Bytes = flat(np.stack((blocks[:, first : first + 8] & 15, blocks[:, first : first + 8] >> 4), axis=-1))
-    return scales.astype(np.float32)
+def _nibble_pairs(data: Bytes) -> Bytes:
+    """Return the two halves of each byte side by side, the lower one first."""
+    pairs: Bytes = flat(np.stack((data & 15, data >> 4), axis=-1))
+    return pairs
 
 
 def _signs_and_scale(words: Array) -> tuple[Bytes, Floats]:
@@ -298,14 +298,14 @@ def iq2_xxs(blocks: Bytes) -> tuple[Codes, Floats]:
 
 def iq2_xs(blocks: Bytes) -> tuple[Codes, Floats]:
     words = _words(blocks, 2, 66, np.uint16)
-    scales = half(blocks, 0) * (_half_scales(blocks, 66) + np.float32(0.5)) * np.float32(0.25)
+    scales = half(blocks, 0) * (_nibble_pairs(blocks[:, 66:74]).astype(np.float32) + np.float32(0.5)) * np.float32(0.25)
     return _signed(_vectors("IQ2_XS")[words & 511], _eight_signs(words >> 9)), scales
 
 
 def iq2_s(blocks: Bytes) -> tuple[Codes, Floats]:
     high = flat((blocks[:, 66:74, None] >> np.array([0, 2, 4, 6], dtype=np.uint8)) & 3)
     indices = blocks[:, 2:34].astype(np.uint16) | (high.astype(np.uint16) << 8)
-    scales = half(blocks, 0) * (_half_scales(blocks, 74) + np.float32(0.5)) * np.float32(0.25)
+    scales = half(blocks, 0) * (_nibble_pairs(blocks[:, 74:82]).astype(np.float32) + np.float32(0.5)) * np.float32(0.25)
     return _signed(_vectors("IQ2_S")[indices], blocks[:, 34:66]), scales
 
 
@@ -317,7 +317,7 @@ def iq3_xxs(blocks: Bytes) -> tuple[Codes, Floats]:
 def iq3_s(blocks: Bytes) -> tuple[Codes, Floats]:
     high = np.unpackbits(blocks[:, 66:74], axis=-1, bitorder="little")
     indices = blocks[:, 2:66].astype(np.uint16) | (high.astype(np.uint16) << 8)
-    scales = flat(np.stack((blocks[:, 106:110] & 15, blocks[:, 106:110] >> 4), axis=-1))
+    scales = _nibble_pairs(blocks[:, 106:110])
     return _signed(_vectors("IQ3_S")[indices], blocks[:, 74:106]), half(blocks, 0) * (1 + 2 * scales.astype(np.float32))
 
 
@@ -336,7 +336,7 @@ def iq1_m(blocks: Bytes) -> tuple[Codes, Floats]:
     upper = (words & 0xF000) >> np.array([12, 8, 4, 0], dtype=np.uint16)
     whole = np.bitwise_or.reduce(upper, axis=-1, keepdims=True).view(np.float16).astype(np.float32)
     scales = flat((words[..., None] >> np.array([0, 3, 6, 9], dtype=np.uint16)) & 7)
-    high = flat(np.stack((blocks[:, 32:48] & 15, blocks[:, 32:48] >> 4), axis=-1))
+    high = _nibble_pairs(blocks[:, 32:48])
     indices = blocks[:, :32].astype(np.uint16) | ((high & 7).astype(np.uint16) << 8)
     moved = np.where(high & 8, -1, 1).astype(np.int8)
     codes = 8 * _vectors("IQ1_S")[indices] + moved[..., None]

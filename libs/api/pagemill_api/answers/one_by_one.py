@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
+
+from pagemill_api.structural_tags import ConstString, Format, Optional, Or, SequenceFormat
 
 _READ = frozenset(
     {
@@ -38,3 +40,26 @@ def arguments_of(schema: Mapping[str, Any]) -> list[CallArgument]:
         CallArgument(name, {**each, **definitions} if isinstance(each, dict) else each, name in required)
         for name, each in named.items()
     ]
+
+
+def required_first(arguments: Sequence[tuple[Format, bool]], separator: str) -> Format:
+    """Return the form of arguments with a separator between them: the required ones, then any of the others.
+
+    `arguments`: each with whether it is required.
+    """
+
+    def further(argument: Format) -> Format:
+        return SequenceFormat(elements=[ConstString(value=separator), argument])
+
+    required = [each for each, is_required in arguments if is_required]
+    others = [each for each, is_required in arguments if not is_required]
+    if required:
+        first, *rest = required
+        return SequenceFormat(
+            elements=[first, *map(further, rest), *(Optional(content=further(each)) for each in others)]
+        )
+    starts: list[Format] = [
+        SequenceFormat(elements=[each, *(Optional(content=further(other)) for other in others[at:])])
+        for at, each in enumerate(others, start=1)
+    ]
+    return Optional(content=Or(elements=starts)) if starts else ConstString(value="")

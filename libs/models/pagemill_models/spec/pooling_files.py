@@ -12,7 +12,7 @@ from typing import Any, get_args
 from pagemill_models.declaration.declaration import DecoderSpec
 from pagemill_models.declaration.errors import UnsupportedModelArchitecture
 from pagemill_models.files.json_file import read_optional
-from pagemill_models.spec.sentence_modules import check_keys, read_modules
+from pagemill_models.spec.sentence_modules import PoolingModules, check_keys
 from pagemill_protocol.request.pooling import PoolingMethod, PoolingSpec, Similarity
 from pagemill_protocol.source_errors import UnreadableModelError
 
@@ -39,15 +39,17 @@ _TEXT_ONLY: dict[str, tuple[Any, ...]] = {
 }
 
 
-def read_pooling(folder: Path, values: dict[str, Any], decoder: DecoderSpec) -> PoolingSpec:
+def read_pooling(
+    folder: Path, values: dict[str, Any], decoder: DecoderSpec, modules: PoolingModules | None
+) -> PoolingSpec:
     """Return the pooling of a model without a head. Raises `SourceError` for unsupported pooling.
 
-    `decoder`: with the classifier or the dense layers behind the pooling.
+    `decoder`: with the classifier or the dense layers behind the pooling. `modules`: None for a classifier.
     """
     whole, after = not decoder.is_causal, decoder.classifier
     if after is not None and after.pooling is not None:
         return _scores(folder, values, after.num_labels, after.pooling, whole)
-    modules = read_modules(folder, decoder.hidden_size)
+    assert modules is not None, "only classifiers have none"
     settings = _settings(folder)
     prompts = {name: text for name, text in (settings.get("prompts") or {}).items() if isinstance(text, str)}
     size = decoder.hidden_size if after is None else after.num_labels

@@ -44,6 +44,11 @@ _ACTIVATIONS: dict[str, Activation | Literal["tanh"] | None] = {
     "GELU": "gelu",
     "SiLU": "silu",
 }
+_EMBEDDING: dict[str, tuple[Any, ...]] = {
+    "module_input_name": ("sentence_embedding",),
+    "module_output_name": (None, "sentence_embedding"),
+}
+"""What modules behind the pooling read and write."""
 _SIZES = ("embedding_dimension", "word_embedding_dimension")
 _ORDER = ["Transformer", "Pooling", "Dense", "Normalize"]
 
@@ -78,8 +83,7 @@ def read_modules(folder: Path, hidden_size: int) -> PoolingModules:
             dense.append(_dense(path, name, values, size))
             size = dense[-1].linear.out_features
         elif kind == "Normalize":
-            names = {"module_input_name": ("sentence_embedding",), "module_output_name": (None, "sentence_embedding")}
-            check_keys(path, values, {}, names)
+            check_keys(path, values, (), _EMBEDDING)
     return PoolingModules(method, tuple(dense), modules[-1][0] == "Normalize")
 
 
@@ -147,9 +151,8 @@ def _method(path: Path, values: dict[str, Any], hidden_size: int) -> PoolingMeth
 
 def _dense(path: Path, name: str, values: dict[str, Any], size: int) -> DenseSpec:
     """Declare the dense layer of the module in the folder `name`, of `size` inputs."""
-    names = {"module_input_name": ("sentence_embedding",), "module_output_name": (None, "sentence_embedding")}
     read = ("out_features", "bias", "activation_function")
-    check_keys(path, values, read, {"in_features": (size,), "use_residual": (False,), **names})
+    check_keys(path, values, read, {"in_features": (size,), "use_residual": (False,), **_EMBEDDING})
     rows, bias, activation = values.get("out_features"), values.get("bias", True), values.get("activation_function")
     if type(rows) is not int or rows < 1 or type(bias) is not bool:
         raise UnreadableModelError(f"`{path}`: `out_features` must be a positive integer, and `bias` true or false.")

@@ -58,10 +58,11 @@ def spec_from_folder(folder: Path, *, by_index: bool = False) -> ModelSpec:
     decoder = with_stored_head(decoder, names.keys())
     pooling = None
     if decoder.head is None:
-        after = decoder.classifier or behind_pooling(read_modules(folder, decoder.hidden_size))
+        modules = None if decoder.classifier is not None else read_modules(folder, decoder.hidden_size)
+        after = decoder.classifier if modules is None else behind_pooling(modules)
         most = most_tokens(folder, decoder)
         decoder = msgspec.structs.replace(decoder, max_position_embeddings=most, classifier=after)
-        pooling = read_pooling(folder, values, decoder)
+        pooling = read_pooling(folder, values, decoder, modules)
     quantization = quantization_of(values)
     if index is not None:
         counted, weight_bytes = None, index.num_bytes

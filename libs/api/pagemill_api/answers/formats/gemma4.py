@@ -12,14 +12,12 @@ from typing import Any
 from pagemill_api.answers.call_syntax import CallSyntax, Schema
 from pagemill_api.answers.json_text import ValueScanner, json_of
 from pagemill_api.answers.markup import MarkupParser
-from pagemill_api.answers.one_by_one import CallArgument, arguments_of
+from pagemill_api.answers.one_by_one import CallArgument, arguments_of, required_first
 from pagemill_api.structural_tags import (
     AnyText,
     ConstString,
     Format,
     JsonSchema,
-    Optional,
-    Or,
     SequenceFormat,
     Tag,
 )
@@ -38,16 +36,8 @@ def _arguments_of(schema: Schema) -> Format:
     for each in arguments:
         if not re.fullmatch(r"[\w.-]+", each.name):
             raise ValueError(f"the property {show(each.name)} cannot be a bare key; rename it")
-    required = [_argument(each) for each in arguments if each.required]
-    others = [_argument(each) for each in arguments if not each.required]
-    further = [Optional(content=SequenceFormat(elements=[ConstString(value=","), each])) for each in others]
-    if required:
-        first, *rest = required
-        joined = [SequenceFormat(elements=[ConstString(value=","), each]) for each in rest]
-        return SequenceFormat(elements=[ConstString(value="{"), first, *joined, *further, ConstString(value="}")])
-    starts: list[Format] = [SequenceFormat(elements=[each, *further[at:]]) for at, each in enumerate(others, start=1)]
-    inner: list[Format] = [Optional(content=Or(elements=starts))] if starts else []
-    return SequenceFormat(elements=[ConstString(value="{"), *inner, ConstString(value="}")])
+    inner = required_first([(_argument(each), each.required) for each in arguments], ",")
+    return SequenceFormat(elements=[ConstString(value="{"), inner, ConstString(value="}")])
 
 
 def _argument(argument: CallArgument) -> Format:

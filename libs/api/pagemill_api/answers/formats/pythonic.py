@@ -14,8 +14,8 @@ from typing import Any
 from pagemill_api.answers.call_syntax import CallSyntax, Schema
 from pagemill_api.answers.json_text import ValueScanner, json_of
 from pagemill_api.answers.markup import MarkupParser
-from pagemill_api.answers.one_by_one import CallArgument, arguments_of
-from pagemill_api.structural_tags import ConstString, Format, JsonSchema, Optional, Or, Regex, SequenceFormat
+from pagemill_api.answers.one_by_one import CallArgument, arguments_of, required_first
+from pagemill_api.structural_tags import ConstString, Format, JsonSchema, Optional, Regex, SequenceFormat
 from pagemill_protocol.errors import show
 
 _TAGS = ("<|python_start|>", "<|python_tag|>")
@@ -32,18 +32,7 @@ def _keywords(schema: Schema) -> Format:
     for each in arguments:
         if not each.name.isidentifier() or keyword.iskeyword(each.name):
             raise ValueError(f"the property {show(each.name)} cannot be a keyword of a Python call; rename it")
-    required = [_keyword(each) for each in arguments if each.required]
-    others = [_keyword(each) for each in arguments if not each.required]
-    if required:
-        first, *rest = required
-        return SequenceFormat(
-            elements=[first, *map(_further, rest), *(Optional(content=_further(each)) for each in others)]
-        )
-    starts: list[Format] = [
-        SequenceFormat(elements=[each, *(Optional(content=_further(other)) for other in others[at:])])
-        for at, each in enumerate(others, start=1)
-    ]
-    return Optional(content=Or(elements=starts)) if starts else ConstString(value="")
+    return required_first([(_keyword(each), each.required) for each in arguments], ", ")
 
 
 def _written(arguments: Any) -> str:
@@ -54,10 +43,6 @@ def _written(arguments: Any) -> str:
 
 def _keyword(argument: CallArgument) -> Format:
     return SequenceFormat(elements=[ConstString(value=f"{argument.name}="), JsonSchema(json_schema=argument.schema)])
-
-
-def _further(argument: Format) -> Format:
-    return SequenceFormat(elements=[ConstString(value=", "), argument])
 
 
 SYNTAX = CallSyntax(
