@@ -89,8 +89,10 @@ def releases(request: pytest.FixtureRequest, cluster: Cluster, image_tag: str) -
 
 @pytest.fixture
 def release(releases: Releases) -> Release:
-    """Return the shared release: the chart with its defaults and two replicas of each component."""
-    return releases.shared()
+    """Return the shared release: the chart with its defaults and two replicas of each component, all ready."""
+    shared = releases.shared()
+    shared.wait_ready()
+    return shared
 
 
 @pytest.fixture

@@ -27,6 +27,8 @@ RELEASE_NAMESPACE = "pagemill-system"
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = [sys.executable, str(ROOT / "e2e" / "cluster")]
 PROGRAM_TIMEOUT_S = 2400.0
+LEADERS = ("kube-controller-manager", "kube-scheduler")
+"""Components of which one replica works, the holder of a Lease."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class OneNode(Cluster):
             yield
         finally:
             self.start(part)
-            until(f"the API server answers after the return of {part}", self.answers, timeout_s=60)
+            self._resume_control(f"the return of {part}")
 
     @contextmanager
     def silent(self, part: str) -> Iterator[None]:
@@ -85,7 +87,18 @@ class OneNode(Cluster):
             yield
         finally:
             os.kill(pid, signal.SIGCONT)
-            until(f"the API server answers after {part} resumes", self.answers, timeout_s=60)
+            self._resume_control(f"{part} resumes")
+
+    def _resume_control(self, event: str) -> None:
+        """Wait for the API server, and restart what elsewhere exits because it could not renew its Lease.
+
+        With what it had cached before, the controller manager would report the node and the gateways as not ready for
+        more than a minute.
+        """
+        until(f"the API server answers after {event}", self.answers, timeout_s=60)
+        for part in LEADERS:
+            self.stop(part)
+            self.start(part)
 
 
 @contextmanager

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +109,25 @@ class Release:
 
         return until("an operator pod holds the Lease", holder, timeout_s=60) or {}
 
+    def wait_ready(self) -> None:
+        """Wait until the node, the pods and the Service have recovered from what an earlier case did to them."""
+        self.cluster.kubectl.wait("nodes --all", "condition=Ready")
+        for component in ("gateway", "operator"):
+            until(f"the {component} is ready", partial(self._is_ready, component), timeout_s=120)
+        if self.cluster.node is not None:
+            until("the gateways' Service accepts connections", self._accepts)
+
+    def _is_ready(self, component: str) -> bool:
+        states = [pod["status"].get("conditions", []) for pod in self.pods(component)]
+        return all(any(state["type"] == "Ready" and state["status"] == "True" for state in each) for each in states)
+
+    def _accepts(self) -> bool:
+        try:
+            socket.create_connection((self._cluster_ip(), 80), timeout=2).close()
+        except OSError:
+            return False
+        return True
+
     def service(self, model: str) -> Service:
         """Return the gateway's Service as a client outside the pods reaches it."""
         return Service(f"{self._address()}/v1", self.api_key, model)
@@ -116,11 +137,14 @@ class Release:
         return Service(f"http://{pod['status']['podIP']}:8080/v1", self.api_key, model)
 
     def _address(self) -> str:
-        kubectl = self.cluster.kubectl.within(self.namespace)
-        name = f"service/{self.name}-gateway"
         if self.cluster.node is None:
-            return forwarded(kubectl, name)
-        return f"http://{kubectl.json('get', name)['spec']['clusterIP']}"
+            return forwarded(self.cluster.kubectl.within(self.namespace), f"service/{self.name}-gateway")
+        return f"http://{self._cluster_ip()}"
+
+    def _cluster_ip(self) -> str:
+        kubectl = self.cluster.kubectl.within(self.namespace)
+        address: str = kubectl.json("get", f"service/{self.name}-gateway")["spec"]["clusterIP"]
+        return address
 
 
 class Releases:
