@@ -21,6 +21,7 @@ from pagemill_engine.executing.base import Runner, RunnerInfo
 from pagemill_engine.executing.eager import EagerRunner, ThreadedRunner
 from pagemill_engine.executing.kv_cache import KVCache
 from pagemill_engine.executing.ranks.follower import FollowerRunner
+from pagemill_engine.executing.ranks.identity import RankIdentity
 from pagemill_engine.executing.ranks.processes import FollowerProcesses
 from pagemill_engine.executing.ranks.ranked import RankedRunner
 from pagemill_engine.sizing.compute import Compute, choose_compute
@@ -119,7 +120,8 @@ def load_ranks(files: ModelFiles, compute: Compute, stuck_seconds: float = STUCK
             loaded = _loaded(config, compute, spec, part, prepared.weights, prepared.num_blocks, group, logits_memory)
         trim_heap()
         files.progress("allocating", describe_cache(loaded.blocks, config.block_size, compute.kv_dtype))
-        weight_bytes = loaded.model.num_bytes + followers.wait_until_ready()
+        own = RankIdentity.own(prepared.weights.digest())
+        weight_bytes = loaded.model.num_bytes + followers.wait_until_ready(own)
         info = runner_info(prepared, spec, loaded.max_model_len, weight_bytes, "cpu").with_cache(loaded.blocks)
         inner = EagerRunner(loaded.model, loaded.cache, info, config.step.max_num_seqs)
     except BaseException:
@@ -149,7 +151,7 @@ def follower_of(settings: RankSettings, group: SharedMemoryGroup) -> FollowerRun
         block_size=config.block_size,
         max_model_len=loaded.max_model_len,
         vocab_size=spec.vocab_size,
-        weights_digest="",  # of the whole model: only rank 0 reads all of it
+        weights_digest=weights.digest(),
         kv_dtype=compute.kv_dtype,
         weight_bytes=loaded.model.num_bytes,
         kv_bytes_per_token=0,

@@ -11,10 +11,11 @@ import select
 import signal
 import sys
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 from pagemill_engine.executing.ranks.follower import follow
-from pagemill_engine.executing.ranks.processes import READY
+from pagemill_engine.executing.ranks.identity import RankIdentity, RankReport, encode_report
 from pagemill_engine.starting.load_ranks import SLOT_BYTES, SLOTS, follower_of, settings_from
 from pagemill_kernels.ranks.memory import SharedMemory
 from pagemill_kernels.ranks.ring import RingReader, ring_bytes
@@ -25,7 +26,8 @@ from pagemill_servers.process.malloc import trim_heap
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 decides when to end
-    settings = settings_from(sys.stdin.buffer.read())
+    with _reported():
+        settings = settings_from(sys.stdin.buffer.read())
     logs.configure(logging.WARNING, process=f"rank {settings.rank}")
     _end_with(settings.parent)
     size, capacity = settings.size, settings.capacity
@@ -34,18 +36,25 @@ def main() -> None:
     group = SharedMemoryGroup(memory, settings.rank, size, capacity, settings.stuck_seconds, members)
     messages = SharedMemory(settings.ring_file, ring_bytes(SLOTS, SLOT_BYTES))
     ring = RingReader(messages, SLOTS, SLOT_BYTES, settings.rank - 1)
-    try:
+    with _reported():
         runner = follower_of(settings, group)
-    except Exception as error:
-        _say(f"{type(error).__name__}: {error}\n".encode())
-        raise
     trim_heap()
-    _say(READY + b"%d\n" % runner.model.num_bytes)
+    _say(RankReport(RankIdentity.own(runner.info.weights_digest), runner.model.num_bytes))
     follow(runner, ring, group)
 
 
-def _say(line: bytes) -> None:
-    sys.stdout.buffer.write(line)
+@contextmanager
+def _reported() -> Iterator[None]:
+    """Tell rank 0 why this rank cannot start."""
+    try:
+        yield
+    except Exception as error:
+        _say(RankReport(RankIdentity.own(), error=f"{type(error).__name__}: {error}"))
+        raise
+
+
+def _say(report: RankReport) -> None:
+    sys.stdout.buffer.write(encode_report(report))
     sys.stdout.buffer.flush()
 
 

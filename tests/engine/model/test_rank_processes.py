@@ -8,16 +8,20 @@ import time
 from pathlib import Path
 from typing import Any
 
+import different_rank
 import psutil
 import pytest
+from different_rank import OTHER_VERSION
 from oracle_proposer import oracle
 from ranked_engine import BASE, LONG, ROUNDS, SETTINGS, Engine, Ranks, answers, prompts_of, saved
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.executing.eager import ThreadedRunner
+from pagemill_engine.executing.ranks.identity import RankIdentity, check_same
 from pagemill_engine.scheduler.proposals import Proposals
 from pagemill_engine.starting.factory import create_runner
 from pagemill_engine.weights.errors import LoadError
+from pagemill_engine.weights.safetensors_folder import SafetensorsFolder
 from pagemill_kernels.cpu import library
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.unavailable_reason()}")
@@ -140,3 +144,46 @@ def test_a_follower_that_cannot_load_says_why(
     monkeypatch.setattr("pagemill_engine.starting.load_ranks.RANK_PROCESS", "json.tool")
     with pytest.raises(LoadError, match="Rank 1 did not load its part of the model"):
         ranks(llama_folder, 2)
+
+
+@pytest.mark.sample("weights")
+@pytest.mark.parametrize("field", ["weights", "version"])
+def test_ranks_that_differ_are_refused_before_anything_is_served(
+    llama_folder: Path, tmp_path: Path, ranks: Ranks, runner_loader: Any, monkeypatch: pytest.MonkeyPatch, field: str
+) -> None:
+    """The second rank has a newer revision of the model, or another version of the program."""
+    other = saved("Llama", tmp_path / "other", initializer_range=0.2) if field == "weights" else OTHER_VERSION
+    monkeypatch.setattr("pagemill_engine.starting.load_ranks.RANK_PROCESS", "different_rank")
+    monkeypatch.setenv("PYTHONPATH", str(Path(different_rank.__file__).parent))
+    monkeypatch.setenv(different_rank.VARIABLE, str(other))
+    with pytest.raises(LoadError) as raised:
+        ranks(llama_folder, 2)
+    assert raised.value.reason == "RankMismatch"
+    if field == "weights":
+        digests = [digest_of(each) for each in (other, llama_folder)]
+        expected = "Rank 1 has the digest of the weights {}, but rank 0 has {}. Give all ranks the same files".format(
+            *digests
+        )
+    else:
+        own = RankIdentity.own().version
+        expected = f"Rank 1 has the version {OTHER_VERSION}, but rank 0 has {own}. Install the same version of pagemill"
+    assert raised.value.message.startswith(expected)
+
+
+def digest_of(folder: Any) -> str:
+    """Return the digest of a folder's weights."""
+    return SafetensorsFolder(folder).digest()
+
+
+def test_every_difference_of_ranks_is_named() -> None:
+    own = RankIdentity("0.1", 1, 23, "d")
+    check_same("Rank 3", own, own)
+    check_same("Rank 3", RankIdentity("0.1", 1, 23), own)  # it has not read weights yet
+    for other, named in (
+        (RankIdentity("0.2", 1, 23, "d"), "the version 0.2, but rank 0 has 0.1"),
+        (RankIdentity("0.1", 2, 23, "d"), "the format of plans 2, but rank 0 has 1"),
+        (RankIdentity("0.1", 1, 22, "d"), "the version of the native kernels' interface 22, but rank 0 has 23"),
+        (RankIdentity("0.1", 1, 23, "e"), "the digest of the weights e, but rank 0 has d"),
+    ):
+        with pytest.raises(LoadError, match=f"RankMismatch: Rank 3 has {named}"):
+            check_same("Rank 3", other, own)

@@ -9,6 +9,9 @@ import msgspec
 
 from pagemill_engine.scheduler.step import StepPlan, StepResult, decode_plan, encode_plan
 
+FORMAT = 1
+"""Raised with every change of these messages and of what they contain, such as plans."""
+
 
 class SampledStep(msgspec.Struct, array_like=True):
     """What only rank 0 knows of a step that was launched before."""

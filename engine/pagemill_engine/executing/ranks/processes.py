@@ -16,11 +16,10 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+from pagemill_engine.executing.ranks.identity import RankIdentity, check_same, decode_report
 from pagemill_engine.executing.ranks.ranked import WatchedGroup
 from pagemill_engine.weights.errors import LoadError
 
-READY = b"ready "
-"""Begins the line of a follower that has loaded its part; the bytes of its weights follow."""
 CLOSE_SECONDS = 10.0
 
 
@@ -47,17 +46,18 @@ class FollowerProcesses:
     def ids(self) -> list[int]:
         return [process.pid for process in self._processes]
 
-    def wait_until_ready(self) -> int:
+    def wait_until_ready(self, own: RankIdentity) -> int:
         """Wait until all have loaded their shards, and return the bytes of these. Raises `LoadError` with the message
-        of one that cannot."""
+        of one that cannot, or that differs from `own`, of rank 0."""
         num_bytes = 0
         for rank, process in enumerate(self._processes, start=1):
             assert process.stdout is not None
-            line = process.stdout.readline()
-            if line.startswith(READY):
-                num_bytes += int(line.removeprefix(READY))
-            else:
-                said = line.decode(errors="replace").strip() or f"it ended with {_ending(process.wait())}"
+            report = decode_report(process.stdout.readline())
+            if report is not None:
+                check_same(f"Rank {rank}", report.identity, own)
+                num_bytes += report.num_bytes
+            if report is None or report.error:
+                said = f"it ended with {_ending(process.wait())}" if report is None else report.error
                 raise LoadError("RankLost", f"Rank {rank} did not load its part of the model: {said}")
         return num_bytes
 
