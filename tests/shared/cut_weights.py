@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
+import pytest
 
+from pagemill_engine.weights import files
 from pagemill_engine.weights.source import CutWeights
+
+
+def noted_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that gets the bytes of each read of a file of weights."""
+    found: list[int] = []
+    preadv = os.preadv
+
+    def noted(file: int, buffers: Any, offset: int) -> int:
+        found.append(preadv(file, buffers, offset))
+        return found[-1]
+
+    monkeypatch.setattr(files.os, "preadv", noted)
+    return found
 
 
 class Uncut:
@@ -20,6 +36,12 @@ class Uncut:
 
     def cut(self, slices: Any) -> CutWeights:
         return CutWeights(self, slices)  # type: ignore[arg-type]
+
+
+def float_values(weights: Any, name: str) -> Any:
+    out = np.empty(weights.shapes[name], dtype=np.float32)
+    weights.read_into(name, out)
+    return out
 
 
 def stored_form(weights: Any, name: str) -> list[Any]:

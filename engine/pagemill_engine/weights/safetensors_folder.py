@@ -24,7 +24,7 @@ from pagemill_kernels.arrays import NUMPY_TYPES, Array, FloatType
 from pagemill_kernels.huge_pages import empty_weights
 from pagemill_kernels.linear.groups import CodeBlocks, GroupCodes
 from pagemill_models.files.safetensors_header import INDEX_FILE, TensorHeader, read_shard, shard_paths, weight_map
-from pagemill_models.sharding.slices import Slices
+from pagemill_models.sharding.slices import Slices, TensorSlice
 from pagemill_protocol.source_errors import UnreadableModelError
 
 _FLOATS: dict[str, np.dtype[Any]] = {
@@ -115,8 +115,14 @@ class SafetensorsFolder:
     def dtype(self, name: str) -> str:
         return self._stored[name].header.dtype
 
-    def read(self, name: str) -> Array:
-        return self._read(_Part(name))
+    def read(self, name: str, found: TensorSlice | None = None) -> Array:
+        """Return a stored tensor, or some of its rows or columns."""
+        if found is None:
+            return self._read(_Part(name))
+        file, header = self._stored[name]
+        out = np.empty(found.shape_of(header.shape), dtype=self._read_type(name))
+        self._files.fill_part(file, header.offset, out.dtype, header.shape, found, out)
+        return out
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -214,11 +220,16 @@ class SafetensorsFolder:
     def _read(self, part: _Part) -> Array:
         """Return the part as it is stored. Raises `LoadError` for types that are not supported."""
         file, header = self._stored[part.stored_name]
-        if header.dtype not in _READ:
-            raise self._no_floats(part.stored_name, part)
-        tensor = empty_weights(header.shape if part.row is None else header.shape[1:], _READ[header.dtype])
+        shape = header.shape if part.row is None else header.shape[1:]
+        tensor = empty_weights(shape, self._read_type(part.stored_name))
         self._files.fill(file, _offset(part, header), tensor)
         return tensor
+
+    def _read_type(self, stored_name: str) -> np.dtype[Any]:
+        dtype = self.dtype(stored_name)
+        if dtype not in _READ:
+            raise self._no_floats(stored_name, _Part(stored_name))
+        return _READ[dtype]
 
     def _no_floats(self, name: str, part: _Part) -> LoadError:
         return LoadError(

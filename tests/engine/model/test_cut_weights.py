@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from cut_weights import Uncut, same, stored_form
+from cut_weights import Uncut, noted_reads, same, stored_form
 from gguf_model import write_gguf
 from ranked_engine import BASE, saved
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.sizing.rank_parts import part_of
 from pagemill_engine.sizing.sizing import weights_of
-from pagemill_engine.weights import files
 from pagemill_models.spec.model_files import load_model_spec
 
 UNEVEN = {
@@ -30,16 +28,7 @@ UNEVEN = {
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return the bytes of each read of a file."""
-    found: list[int] = []
-    preadv = os.preadv
-
-    def noted(file: int, buffers: Any, offset: int) -> int:
-        found.append(preadv(file, buffers, offset))
-        return found[-1]
-
-    monkeypatch.setattr(files.os, "preadv", noted)
-    return found
+    return noted_reads(monkeypatch)
 
 
 def gguf(folder: Path) -> Path:

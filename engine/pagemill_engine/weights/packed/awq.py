@@ -14,7 +14,10 @@ from numpy.typing import NDArray
 from pagemill_engine.weights.codes import CodeKind
 from pagemill_engine.weights.packed.matrix import (
     FLOAT_TYPES,
+    IN,
+    OUT,
     WORD_TYPES,
+    Axis,
     PackedMatrix,
     Settings,
     Stored,
@@ -23,6 +26,7 @@ from pagemill_engine.weights.packed.matrix import (
     check_type,
     code_kind,
     coded,
+    group_axis,
     group_codes,
     group_size_in_words,
     groups_of,
@@ -78,11 +82,13 @@ def _matrix(stored: Stored, base: str) -> PackedMatrix:
     def codes() -> GroupCodes:
         return group_codes(4, *integers())
 
+    shape, groups, packed = (out_features, in_features), group_axis(in_features, num_groups), Axis(0, 8)
+    layout = {parts[0]: (IN, packed), parts[1]: (groups, packed), parts[2]: (groups, OUT)}
     kind = code_kind(4, in_features, num_groups, offsets=True)
     if kind is not None:
-        return coded((out_features, in_features), parts, kind, codes)
-    groups = groups_of(stored, None, in_features, num_groups)
-    return PackedMatrix((out_features, in_features), parts, lambda: spread(*integers(), groups.of_input))
+        return coded(shape, parts, kind, codes, layout)
+    of_input = groups_of(stored, None, in_features, num_groups).of_input
+    return PackedMatrix(shape, parts, lambda: spread(*integers(), of_input), layout=layout)
 
 
 def _outputs(words: NDArray[np.int32]) -> NDArray[np.uint8]:

@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 from pagemill_engine.weights.codes import CodeKind
 from pagemill_engine.weights.packed.matrix import (
     FLOAT_TYPES,
+    IN,
+    OUT,
     PackedMatrix,
     Settings,
     Stored,
@@ -82,10 +84,13 @@ def _integers(stored: Stored, base: str) -> PackedMatrix:
     def codes() -> GroupCodes:
         return group_codes(8, stored.read(name), scales(), None)
 
+    layout = {name: (OUT, IN), scales_name: (OUT,)}
     kind = code_kind(8, in_features, 1, offsets=False)
     if kind is not None:
-        return coded((out_features, in_features), parts, kind, codes)
-    return PackedMatrix((out_features, in_features), parts, lambda: stored.read(name).astype(np.float32) * scales())
+        return coded((out_features, in_features), parts, kind, codes, layout)
+    return PackedMatrix(
+        (out_features, in_features), parts, lambda: stored.read(name).astype(np.float32) * scales(), layout=layout
+    )
 
 
 class _State(NamedTuple):

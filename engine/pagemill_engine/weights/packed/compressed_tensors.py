@@ -8,6 +8,7 @@ it is positive; zeros are packed the same way along the outputs. 8-bit integers 
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -17,8 +18,12 @@ from pagemill_engine.weights.codes import CodeKind
 from pagemill_engine.weights.packed import fp8
 from pagemill_engine.weights.packed.matrix import (
     FLOAT_TYPES,
+    IN,
+    OUT,
     WORD_BITS,
     WORD_TYPES,
+    Axis,
+    Layout,
     PackedMatrix,
     Settings,
     Stored,
@@ -27,6 +32,7 @@ from pagemill_engine.weights.packed.matrix import (
     check_type,
     code_kind,
     coded,
+    group_axis,
     group_codes,
     groups_of,
     num_groups,
@@ -111,7 +117,9 @@ def _packed(stored: Stored, base: str) -> PackedMatrix:
     def integers() -> NDArray[np.uint8]:
         return unpacked(stored.read(name), bits)[:, :in_features]
 
-    return _grouped(stored, base, (out_features, in_features), bits, (name, shape_name), integers)
+    layout = {name: (OUT, Axis(1, WORD_BITS // bits))}
+    found = _grouped(stored, base, (out_features, in_features), bits, (name, shape_name), integers, layout)
+    return replace(found, shape_part=shape_name)
 
 
 def _integers(stored: Stored, base: str) -> PackedMatrix:
@@ -121,15 +129,15 @@ def _integers(stored: Stored, base: str) -> PackedMatrix:
     def integers() -> NDArray[np.uint8]:
         return stored.read(name).view(np.uint8) ^ np.uint8(128)
 
-    return _grouped(stored, base, (out_features, in_features), 8, (name,), integers)
+    return _grouped(stored, base, (out_features, in_features), 8, (name,), integers, {name: (OUT, IN)})
 
 
 def _grouped(
-    stored: Stored, base: str, shape: tuple[int, int], bits: int, parts: tuple[str, ...], integers: Any
+    stored: Stored, base: str, shape: tuple[int, int], bits: int, parts: tuple[str, ...], integers: Any, layout: Layout
 ) -> PackedMatrix:
     """Return a matrix of integers in groups.
 
-    `integers`: returns uint8 [out, in], raised by half the range of `bits`.
+    `integers`: returns uint8 [out, in], raised by half the range of `bits`. `layout`: of the integers.
     """
     out_features, in_features = shape
     scale, zero, index = f"{base}.weight_scale", f"{base}.weight_zero_point", f"{base}.weight_g_idx"
@@ -162,7 +170,14 @@ def _grouped(
             return group_codes(8, (integers() ^ np.uint8(128)).view(np.int8), scales(), None, groups.order)
         return group_codes(cast(Literal[4, 8], bits), integers(), scales(), zeros(), groups.order)
 
+    along = group_axis(in_features, num_groups)
+    for each in (scale, zero):
+        if stored.has(each) and stored.shape(each)[:1] not in ((), (1,)):
+            packed = stored.dtype(each) == "I32"
+            layout = {**layout, each: (Axis(0, WORD_BITS // bits) if packed else OUT, along)}
+    if stored.has(index):
+        layout = {**layout, index: (Axis(1, 0),)}
     kind = code_kind(bits, in_features, num_groups, offsets=stored.has(zero))
     if kind is not None and groups.are_runs:
-        return coded(shape, parts, kind, codes)
-    return PackedMatrix(shape, parts, lambda: spread(integers(), scales(), zeros(), groups.of_input))
+        return coded(shape, parts, kind, codes, layout)
+    return PackedMatrix(shape, parts, lambda: spread(integers(), scales(), zeros(), groups.of_input), layout=layout)

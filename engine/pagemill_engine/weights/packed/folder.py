@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from copy import copy
+
+import numpy as np
 
 from pagemill_engine.weights.codes import CodeKind
 from pagemill_engine.weights.floats import copy_floats
@@ -29,9 +32,8 @@ class PackedFolder:
             raise unsupported(
                 folder, f"`quant_method` {settings['quant_method']} and the folder no tensor in that form"
             )
-        self._matrices: dict[str, PackedMatrix] = {
-            name: matrix if keeps_small_floats else matrix.without_small_floats() for name, matrix in found.items()
-        }
+        self._form, self._settings, self._keeps_small_floats = form, settings, keeps_small_floats
+        self._matrices: dict[str, PackedMatrix] = self._kept(found)
         parts = {part for matrix in self._matrices.values() for part in matrix.parts}
         self._shapes: dict[str, tuple[int, ...]] = {
             **{name: shape for name, shape in folder.shapes.items() if name not in parts},
@@ -72,12 +74,47 @@ class PackedFolder:
         return self._folder.digest()
 
     def cut(self, slices: Slices) -> CutWeights:
-        """Cut what is not packed: values of packed matrices are spread over several tensors."""
+        """Cut packed matrices where no value shares an entry of a stored tensor with one that is left out."""
         folder, left = self._folder.cut({name: slices[name] for name in slices.keys() - self._matrices.keys()})
         assert isinstance(folder, SafetensorsFolder)
+        parts: Slices = {}
+        shapes: dict[str, Array] = {}
+        for name in slices.keys() & self._matrices.keys():
+            matrix = self._matrices[name]
+            found = matrix.parts_of(slices[name])
+            if found is None:
+                left = {**left, name: slices[name]}
+                continue
+            parts |= found
+            if matrix.shape_part is not None:
+                shapes[matrix.shape_part] = np.array(slices[name].shape_of(matrix.shape))
         cut = copy(self)
         cut._folder = folder
+        cut._matrices = self._kept(self._form.matrices(self._settings, _StoredParts(self._folder, parts, shapes)))
         cut._shapes = {
-            name: shape if name in self._matrices else folder.shapes[name] for name, shape in self._shapes.items()
+            name: cut._matrices[name].shape if name in self._matrices else folder.shapes[name] for name in self._shapes
         }
-        return CutWeights(cut, {**left, **{name: slices[name] for name in slices.keys() & self._matrices.keys()}})
+        return CutWeights(cut, left)
+
+    def _kept(self, found: dict[str, PackedMatrix]) -> dict[str, PackedMatrix]:
+        return {name: each if self._keeps_small_floats else each.without_small_floats() for name, each in found.items()}
+
+
+class _StoredParts:
+    """The stored tensors of a folder, of which some are parts: a format finds smaller matrices in them."""
+
+    def __init__(self, folder: SafetensorsFolder, parts: Slices, shapes: Mapping[str, Array]) -> None:
+        """`shapes`: the contents of tensors that contain a matrix's shape."""
+        self._folder, self._parts, self._shapes = folder, parts, shapes
+        self.where, self.has, self.dtype = folder.where, folder.has, folder.dtype
+
+    def names(self) -> Iterable[str]:
+        return self._folder.names()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        found = self._parts.get(name)
+        return self._folder.shape(name) if found is None else found.shape_of(self._folder.shape(name))
+
+    def read(self, name: str) -> Array:
+        given = self._shapes.get(name)
+        return self._folder.read(name, self._parts.get(name)) if given is None else given

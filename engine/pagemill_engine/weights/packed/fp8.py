@@ -16,6 +16,10 @@ from numpy.typing import NDArray
 from pagemill_engine.weights.codes import CodeKind
 from pagemill_engine.weights.packed.matrix import (
     FLOAT_TYPES,
+    IN,
+    OUT,
+    Axis,
+    Layout,
     PackedMatrix,
     Settings,
     Stored,
@@ -88,6 +92,11 @@ def matrix(stored: Stored, base: str, block: tuple[int, ...] | None) -> PackedMa
     def codes() -> GroupCodes:
         return GroupCodes(8, stored.read(name), scales(), None, is_float=True)
 
+    layout: Layout = {name: (OUT, IN)}
+    if block is not None:
+        layout = {**layout, scale: (Axis(0, block[0]), Axis(1, 0 if in_features % block[1] else block[1]))}
+    elif stored.shape(scale)[:1] == (out_features,):
+        layout = {**layout, scale: (OUT,)}
     unused = tuple(base + each for each in _UNUSED if stored.has(base + each))
     found = _kind(in_features, block)
     return PackedMatrix(
@@ -96,6 +105,7 @@ def matrix(stored: Stored, base: str, block: tuple[int, ...] | None) -> PackedMa
         lambda: codes().dequantize(),
         found,
         None if found is None else codes,
+        layout,
     )
 
 

@@ -16,8 +16,12 @@ from numpy.typing import NDArray
 from pagemill_engine.weights.codes import CodeKind
 from pagemill_engine.weights.packed.matrix import (
     FLOAT_TYPES,
+    IN,
+    OUT,
     WORD_BITS,
     WORD_TYPES,
+    Axis,
+    Layout,
     PackedMatrix,
     Settings,
     Stored,
@@ -26,6 +30,7 @@ from pagemill_engine.weights.packed.matrix import (
     check_type,
     code_kind,
     coded,
+    group_axis,
     group_codes,
     group_size_in_words,
     groups_of,
@@ -91,7 +96,13 @@ def _matrix(stored: Stored, base: str, bits: int, *, has_order: bool, lessened: 
         return group_codes(cast(Literal[4, 8], bits), *integers(), groups.order)
 
     all_parts = (*parts, index) if stored.has(index) else parts
+    along = group_axis(in_features, num_groups)
+    layout: Layout = {parts[0]: (Axis(1, pack), OUT), parts[1]: (along, Axis(0, pack)), parts[2]: (along, OUT)}
+    if stored.has(index):  # the groups of some inputs have other numbers
+        layout = {**layout, index: (Axis(1, 0) if has_order else IN,)}
     kind = code_kind(bits, in_features, num_groups, offsets=True)
     if kind is not None and groups.are_runs:
-        return coded((out_features, in_features), all_parts, kind, codes)
-    return PackedMatrix((out_features, in_features), all_parts, lambda: spread(*integers(), groups.of_input))
+        return coded((out_features, in_features), all_parts, kind, codes, layout)
+    return PackedMatrix(
+        (out_features, in_features), all_parts, lambda: spread(*integers(), groups.of_input), layout=layout
+    )

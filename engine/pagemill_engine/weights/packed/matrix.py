@@ -6,9 +6,9 @@ and zeros.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, cast
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,7 @@ from pagemill_engine.weights.codes import CodeKind
 from pagemill_engine.weights.errors import LoadError
 from pagemill_kernels.arrays import Array, widened
 from pagemill_kernels.linear.groups import GROUP_SIZE, GroupCodes
+from pagemill_models.sharding.slices import Slices, TensorSlice
 
 WORD_BITS = 32
 REMEDY = "Fetch the folder again and compare its files with the publisher's."
@@ -47,6 +48,21 @@ Settings = dict[str, Any]
 """`quantization_config` of `config.json`."""
 
 
+class Axis(NamedTuple):
+    """What a dimension of a stored tensor counts."""
+
+    dimension: Literal[0, 1]
+    """Of the matrix: its outputs or its inputs."""
+    size: int = 1
+    """How many of these share an entry; 0: they cannot be taken apart."""
+
+
+OUT, IN = Axis(0), Axis(1)
+Layout = Mapping[str, tuple[Axis | None, ...]]
+"""The dimensions of stored tensors; None for one that counts neither outputs nor inputs. Tensors that are left out
+belong to the whole matrix."""
+
+
 @dataclass(frozen=True)
 class PackedMatrix:
     shape: tuple[int, int]
@@ -58,6 +74,27 @@ class PackedMatrix:
     kind: CodeKind | None = None
     codes: Callable[[], GroupCodes] | None = None
     """Returns the quantized values; set if `kind` is. Dequantized they equal `floats`."""
+    layout: Layout = field(default_factory=dict)
+    """Where outputs and inputs are stored. Empty: parts of the matrix cannot be read."""
+    shape_part: str | None = None
+    """The stored tensor that contains the shape."""
+
+    def parts_of(self, found: TensorSlice) -> Slices | None:
+        """Return what some outputs or inputs need of the stored tensors, of which others are read whole; None if they
+        share entries with others."""
+        if not self.layout:
+            return None
+        end = self.shape[found.dimension]
+        parts: Slices = {}
+        for name, axes in self.layout.items():
+            for number, axis in enumerate(axes):
+                if axis is None or axis.dimension != found.dimension:
+                    continue
+                if not axis.size or any(edge % axis.size and edge != end for each in found.ranges for edge in each):
+                    return None
+                ranges = tuple((first // axis.size, -(-last // axis.size)) for first, last in found.ranges)
+                parts[name] = TensorSlice(cast(Literal[0, 1], number), ranges)
+        return parts
 
     def without_small_floats(self) -> PackedMatrix:
         """Return the matrix as floats if it is quantized to floats, for kernels that multiply integers only."""
@@ -65,9 +102,16 @@ class PackedMatrix:
 
 
 def coded(
-    shape: tuple[int, int], parts: tuple[str, ...], kind: CodeKind, codes: Callable[[], GroupCodes]
+    shape: tuple[int, int], parts: tuple[str, ...], kind: CodeKind, codes: Callable[[], GroupCodes], layout: Layout
 ) -> PackedMatrix:
-    return PackedMatrix(shape, parts, lambda: codes().dequantize(), kind, codes)
+    return PackedMatrix(shape, parts, lambda: codes().dequantize(), kind, codes, layout)
+
+
+def group_axis(in_features: int, num_groups: int) -> Axis | None:
+    """Return what a dimension counts that has an entry for each group of inputs."""
+    if num_groups == 1:
+        return None
+    return Axis(1, 0 if in_features % num_groups else in_features // num_groups)
 
 
 def code_kind(bits: int, in_features: int, num_groups: int, *, offsets: bool) -> CodeKind | None:
