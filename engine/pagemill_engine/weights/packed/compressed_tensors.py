@@ -173,8 +173,8 @@ def _grouped(
     along = group_axis(in_features, num_groups)
     for each in (scale, zero):
         if stored.has(each) and stored.shape(each)[:1] not in ((), (1,)):
-            packed = stored.dtype(each) == "I32"
-            layout = {**layout, each: (Axis(0, WORD_BITS // bits) if packed else OUT, along)}
+            outputs = Axis(0, WORD_BITS // bits) if stored.dtype(each) == "I32" else OUT
+            layout = {**layout, each: (outputs, along)}
     if stored.has(index):
         layout = {**layout, index: (Axis(1, 0),)}
     kind = code_kind(bits, in_features, num_groups, offsets=stored.has(zero))
