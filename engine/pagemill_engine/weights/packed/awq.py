@@ -17,10 +17,10 @@ from pagemill_engine.weights.packed.matrix import (
     IN,
     OUT,
     WORD_TYPES,
-    Axis,
     PackedMatrix,
     Settings,
     Stored,
+    StoredAxis,
     bases,
     check_shape,
     check_type,
@@ -82,7 +82,7 @@ def _matrix(stored: Stored, base: str) -> PackedMatrix:
     def codes() -> GroupCodes:
         return group_codes(4, *integers())
 
-    shape, groups, packed = (out_features, in_features), group_axis(in_features, num_groups), Axis(0, 8)
+    shape, groups, packed = (out_features, in_features), group_axis(in_features, num_groups), StoredAxis(0, 8)
     layout = {parts[0]: (IN, packed), parts[1]: (groups, packed), parts[2]: (groups, OUT)}
     kind = code_kind(4, in_features, num_groups, offsets=True)
     if kind is not None:

@@ -22,11 +22,11 @@ from pagemill_engine.weights.packed.matrix import (
     OUT,
     WORD_BITS,
     WORD_TYPES,
-    Axis,
     Layout,
     PackedMatrix,
     Settings,
     Stored,
+    StoredAxis,
     bases,
     check_shape,
     check_type,
@@ -117,7 +117,7 @@ def _packed(stored: Stored, base: str) -> PackedMatrix:
     def integers() -> NDArray[np.uint8]:
         return unpacked(stored.read(name), bits)[:, :in_features]
 
-    layout = {name: (OUT, Axis(1, WORD_BITS // bits))}
+    layout = {name: (OUT, StoredAxis(1, WORD_BITS // bits))}
     found = _grouped(stored, base, (out_features, in_features), bits, (name, shape_name), integers, layout)
     return replace(found, shape_part=shape_name)
 
@@ -173,10 +173,10 @@ def _grouped(
     along = group_axis(in_features, num_groups)
     for each in (scale, zero):
         if stored.has(each) and stored.shape(each)[:1] not in ((), (1,)):
-            outputs = Axis(0, WORD_BITS // bits) if stored.dtype(each) == "I32" else OUT
+            outputs = StoredAxis(0, WORD_BITS // bits) if stored.dtype(each) == "I32" else OUT
             layout = {**layout, each: (outputs, along)}
     if stored.has(index):
-        layout = {**layout, index: (Axis(1, 0),)}
+        layout = {**layout, index: (StoredAxis(1, 0),)}
     kind = code_kind(bits, in_features, num_groups, offsets=stored.has(zero))
     if kind is not None and groups.are_runs:
         return coded(shape, parts, kind, codes, layout)

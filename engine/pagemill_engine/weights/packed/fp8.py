@@ -18,11 +18,11 @@ from pagemill_engine.weights.packed.matrix import (
     FLOAT_TYPES,
     IN,
     OUT,
-    Axis,
     Layout,
     PackedMatrix,
     Settings,
     Stored,
+    StoredAxis,
     check_shape,
     check_type,
     two_sizes,
@@ -94,7 +94,7 @@ def matrix(stored: Stored, base: str, block: tuple[int, ...] | None) -> PackedMa
 
     layout: Layout = {name: (OUT, IN)}
     if block is not None:
-        layout = {**layout, scale: (Axis(0, block[0]), Axis(1, 0 if in_features % block[1] else block[1]))}
+        layout = {**layout, scale: (StoredAxis(0, block[0]), StoredAxis(1, 0 if in_features % block[1] else block[1]))}
     elif stored.shape(scale)[:1] == (out_features,):
         layout = {**layout, scale: (OUT,)}
     unused = tuple(base + each for each in _UNUSED if stored.has(base + each))

@@ -20,11 +20,11 @@ from pagemill_engine.weights.packed.matrix import (
     OUT,
     WORD_BITS,
     WORD_TYPES,
-    Axis,
     Layout,
     PackedMatrix,
     Settings,
     Stored,
+    StoredAxis,
     bases,
     check_shape,
     check_type,
@@ -97,9 +97,13 @@ def _matrix(stored: Stored, base: str, bits: int, *, has_order: bool, lessened: 
 
     all_parts = (*parts, index) if stored.has(index) else parts
     along = group_axis(in_features, num_groups)
-    layout: Layout = {parts[0]: (Axis(1, pack), OUT), parts[1]: (along, Axis(0, pack)), parts[2]: (along, OUT)}
+    layout: Layout = {
+        parts[0]: (StoredAxis(1, pack), OUT),
+        parts[1]: (along, StoredAxis(0, pack)),
+        parts[2]: (along, OUT),
+    }
     if stored.has(index):  # the groups of some inputs have other numbers
-        layout = {**layout, index: (Axis(1, 0) if has_order else IN,)}
+        layout = {**layout, index: (StoredAxis(1, 0) if has_order else IN,)}
     kind = code_kind(bits, in_features, num_groups, offsets=True)
     if kind is not None and groups.are_runs:
         return coded((out_features, in_features), all_parts, kind, codes, layout)

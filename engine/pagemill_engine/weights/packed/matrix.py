@@ -48,7 +48,7 @@ Settings = dict[str, Any]
 """`quantization_config` of `config.json`."""
 
 
-class Axis(NamedTuple):
+class StoredAxis(NamedTuple):
     """What a dimension of a stored tensor counts."""
 
     dimension: Literal[0, 1]
@@ -57,8 +57,8 @@ class Axis(NamedTuple):
     """How many of these share an entry; 0: they cannot be taken apart."""
 
 
-OUT, IN = Axis(0), Axis(1)
-Layout = Mapping[str, tuple[Axis | None, ...]]
+OUT, IN = StoredAxis(0), StoredAxis(1)
+Layout = Mapping[str, tuple[StoredAxis | None, ...]]
 """The dimensions of stored tensors; None for one that counts neither outputs nor inputs. Tensors that are left out
 belong to the whole matrix."""
 
@@ -107,11 +107,11 @@ def coded(
     return PackedMatrix(shape, parts, lambda: codes().dequantize(), kind, codes, layout)
 
 
-def group_axis(in_features: int, num_groups: int) -> Axis | None:
+def group_axis(in_features: int, num_groups: int) -> StoredAxis | None:
     """Return what a dimension counts that has an entry for each group of inputs."""
     if num_groups == 1:
         return None
-    return Axis(1, 0 if in_features % num_groups else in_features // num_groups)
+    return StoredAxis(1, 0 if in_features % num_groups else in_features // num_groups)
 
 
 def code_kind(bits: int, in_features: int, num_groups: int, *, offsets: bool) -> CodeKind | None:
