@@ -17,6 +17,8 @@ from support.processes import kill_pod, restart_count
 from support.release import Release
 from support.waiting import until
 
+from pagemill_protocol.engine_ports import engine_url
+
 OUTAGE_S = 60.0
 RECONCILED_S = 10.0
 
@@ -56,7 +58,7 @@ def _survive(outage: AbstractContextManager[None], release: Release, space: Kube
 
 def _is_ready(address: str) -> bool:
     try:
-        with urllib.request.urlopen(f"http://{address}:8080/readyz", timeout=2) as answer:
+        with urllib.request.urlopen(f"{engine_url(address, 8080)}/readyz", timeout=2) as answer:
             return bool(answer.status == 200)
     except (urllib.error.URLError, OSError):
         return False

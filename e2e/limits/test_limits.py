@@ -25,6 +25,7 @@ from support.objects import llmdeployment
 from support.release import SHARED_NAME, SHARED_NAMESPACE, Release, Releases
 from support.waiting import until
 
+from pagemill_protocol.engine_ports import engine_url
 from pagemill_servers.auth import hash_key
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -96,7 +97,7 @@ def _gateways(release: Release, key: str) -> list[Service]:
     """Return each gateway pod as a service of its own, bypassing the Service."""
     pods = release.pods("gateway")
     assert len(pods) == 2
-    return [Service(f"http://{pod['status']['podIP']}:8080/v1", key, "chat") for pod in pods]
+    return [Service(f"{engine_url(pod['status']['podIP'], 8080)}/v1", key, "chat") for pod in pods]
 
 
 def test_two_gateways_enforce_one_limit_and_fail_no_request_without_redis(

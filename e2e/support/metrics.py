@@ -5,12 +5,14 @@ from __future__ import annotations
 import urllib.request
 from typing import Any
 
+from pagemill_protocol.engine_ports import engine_url
+
 TIMEOUT_S = 10.0
 
 
 def read(pod: dict[str, Any], port: int) -> str:
-    url = f"http://{pod['status']['podIP']}:{port}/metrics"
-    with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer:
+    url = engine_url(pod["status"]["podIP"], port)
+    with urllib.request.urlopen(f"{url}/metrics", timeout=TIMEOUT_S) as answer:
         text: str = answer.read().decode()
         return text
 

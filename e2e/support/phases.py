@@ -15,6 +15,8 @@ from typing import Any
 from support.deployments import Deployed
 from support.waiting import until
 
+from pagemill_protocol.engine_ports import engine_url
+
 CONTROL_PORT = 8001
 ENGINE_PHASES = ("loading", "first_token", "warming")
 DURATIONS = {
@@ -69,7 +71,7 @@ def _holds(pod: dict[str, Any], condition: str) -> bool:
 
 
 def _engine_phase(pod: dict[str, Any]) -> str:
-    url = f"http://{pod['status'].get('podIP', '')}:{CONTROL_PORT}/readyz"
+    url = f"{engine_url(pod['status'].get('podIP', ''), CONTROL_PORT)}/readyz"
     try:
         with urllib.request.urlopen(url, timeout=2) as answer:
             body = answer.read()

@@ -23,6 +23,8 @@ from support.load import Service
 from support.objects import Document, merged, namespace, secret
 from support.waiting import until
 
+from pagemill_protocol.engine_ports import engine_url
+
 CHART = Path(__file__).resolve().parents[2] / "charts" / "pagemill"
 SHARED_NAME = RELEASE_NAME
 SHARED_NAMESPACE = RELEASE_NAMESPACE
@@ -134,10 +136,11 @@ class Release:
 
     def gateway_pod(self, pod: dict[str, Any], model: str) -> Service:
         """Return one gateway pod, bypassing the Service; only where pod addresses are reachable."""
-        return Service(f"http://{pod['status']['podIP']}:8080/v1", self.api_key, model)
+        return Service(f"{engine_url(pod['status']['podIP'], 8080)}/v1", self.api_key, model)
 
     def _address(self) -> str:
         if self.cluster.node is None:
+<<<<<<< HEAD
             return forwarded(self.cluster.kubectl.within(self.namespace), f"service/{self.name}-gateway")
         return f"http://{self._cluster_ip()}"
 
@@ -145,6 +148,10 @@ class Release:
         kubectl = self.cluster.kubectl.within(self.namespace)
         address: str = kubectl.json("get", f"service/{self.name}-gateway")["spec"]["clusterIP"]
         return address
+=======
+            return forwarded(kubectl, name)
+        return engine_url(kubectl.json("get", name)["spec"]["clusterIP"], 80)
+>>>>>>> 98f29477 (Gateways and operators listen on every address of both families, engines where IPv6 is first; clients over IPv4 keep their address at such sockets)
 
 
 class Releases:

@@ -20,7 +20,7 @@ WAIT_S = 5.0
 ANSWER_TIMEOUT_S = 2.0
 """Additional time for the engine's answer."""
 MAX_ANSWER_BYTES = 64 * 1024
-ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
+ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "127.0.0.1", "": "127.0.0.1"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -21,7 +21,7 @@ from pagemill_servers.secrets.token_file import read_generated_token
 
 CHART_SETTINGS = Path("/etc/pagemill/gateway.json")
 TIMEOUT_S = 10.0
-ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "127.0.0.1"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,7 +58,8 @@ def query(config: GatewayConfig, path: str) -> int:
 
 def token_of(config: GatewayConfig) -> str:
     """Return a token that the gateway accepts; empty if it is unknown here."""
-    host = f"[{config.control_host}]" if ":" in config.control_host else config.control_host
+    host = ANY_ADDRESS.get(config.control_host, config.control_host)
+    host = f"[{host}]" if ":" in host else host
     known = read_last_known(Path(config.kubernetes.last_known_file)) if config.discovery == "kubernetes" else None
     tokens = control_tokens(config, lambda: known.control_tokens if known is not None else ()).accepted()
     return tokens[0] if tokens else read_generated_token(f"http://{host}:{config.control_port}")

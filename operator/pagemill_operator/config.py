@@ -76,8 +76,8 @@ class OperatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Seconds between two key rotations; a token is accepted for three of these periods."""
     workers: int = 4
     """Number of deployments that are reconciled concurrently."""
-    host: str = "0.0.0.0"
-    """Address of the metrics port."""
+    host: str = "::"
+    """Address of the metrics port; `::` is every address of both families."""
     metrics_port: int = 8080
     """Port of `/metrics`, `/livez` and `/readyz`; 0 takes a free one."""
     gateway_control_port: int = 8081

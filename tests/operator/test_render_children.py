@@ -279,6 +279,12 @@ def test_changes_outside_the_engine_keep_the_pods(deployment: Make, changes: dic
     assert _template_digest(render(deployment(**changes))) == _template_digest(render(deployment()))
 
 
+def test_engines_of_a_cluster_with_ipv6_first_listen_on_both_families(deployment: Make) -> None:
+    manifests = render(deployment(), replace(CONTEXT, prefers_ipv6=True))
+    server = json.loads(one(manifests, "ConfigMap")["data"]["settings.json"])["server"]
+    assert (server["host"], server["control_host"]) == ("::", "::")
+
+
 def test_the_pod_template_is_the_one_of_earlier_versions(deployment: Make) -> None:
     """An upgrade of the operator must restart no engine: change this digest only together with the pods."""
     assert _template_digest(render(deployment())) == "8a9e3db08c20ad25"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pagemill_protocol.errors import PagemillError
-from pagemill_servers.connection_limits import FREE_HEAD_BYTES, ConnectionLimits, Place, client_network
+from pagemill_servers.connection_limits import FREE_HEAD_BYTES, ConnectionLimits, Place, client_network, unmapped
 
 
 class Port:
@@ -96,7 +96,14 @@ def test_a_released_place_is_free_again_and_leaves_no_client_behind() -> None:
 def test_addresses_of_one_ipv6_network_are_one_client() -> None:
     assert client_network("2001:db8::1") == client_network("2001:db8::ffff:1") == "2001:db8::/64"
     assert client_network("2001:db8:0:1::1") != client_network("2001:db8::1")
-    assert client_network("::ffff:10.0.0.1") == "10.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("host", "shown"),
+    [("::ffff:10.0.0.1", "10.0.0.1"), ("10.0.0.1", "10.0.0.1"), ("2001:db8::1", "2001:db8::1"), ("testclient",) * 2],
+)
+def test_clients_over_ipv4_have_their_ipv4_address(host: str, shown: str) -> None:
+    assert unmapped(host) == shown
 
 
 @pytest.mark.parametrize(
@@ -107,6 +114,7 @@ def test_addresses_of_one_ipv6_network_are_one_client() -> None:
         ([b"9.9.9.9", b"1.2.3.4:5678"], "1.2.3.4"),
         ([b"[2001:db8::1]:80"], "2001:db8::/64"),
         ([b"10.0.0.7"], "10.0.0.1"),
+        ([b"::ffff:1.2.3.4, [::ffff:10.0.0.7]:80"], "1.2.3.4"),
         ([b"1.2.3.4, unknown"], "10.0.0.1"),
         ([], "10.0.0.1"),
     ],

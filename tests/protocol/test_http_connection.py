@@ -8,9 +8,11 @@ import re
 
 import pytest
 from bounded_server import echo, error_of, exchange, serving
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 from waiting import WAIT_LIMIT_S
 
+from pagemill_servers.auth import is_loopback
 from pagemill_servers.direct import direct_response
 
 
@@ -18,6 +20,15 @@ async def test_an_endless_header_is_refused_at_the_limit() -> None:
     async with serving() as port:
         answer = await exchange(port, b"GET / HTTP/1.1\r\nhost: x\r\nx-big: ", *[b"a" * 4096] * 3)
         assert error_of(answer) == (431, "headers_too_large")
+
+
+async def test_a_client_over_ipv4_has_its_address_at_a_socket_of_both_families() -> None:
+    async def show_client(scope: Scope, receive: Receive, send: Send) -> None:
+        await Response(f"{scope['client'][0]} {is_loopback(scope)}")(scope, receive, send)
+
+    async with serving(inner=show_client, host="::") as port:
+        answer = await exchange(port, b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        assert answer.endswith(b"127.0.0.1 True")
 
 
 async def test_an_endless_url_is_refused_at_the_limit() -> None:

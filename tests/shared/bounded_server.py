@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-import socket
 from collections.abc import AsyncIterator
 
 import orjson
@@ -16,6 +15,7 @@ from waiting import WAIT_LIMIT_S
 
 from pagemill_servers.connection import bounded_protocol
 from pagemill_servers.connection_limits import ConnectionLimits
+from pagemill_servers.process.listening import open_listener
 from pagemill_servers.request_middleware import RequestMiddleware, read_body
 
 
@@ -33,6 +33,7 @@ async def serving(
     limits: ConnectionLimits | None = None,
     write_timeout_s: float = 5.0,
     max_body_bytes: int = 100_000,
+    host: str = "127.0.0.1",
 ) -> AsyncIterator[int]:
     """Yield the port of a server whose heads are limited to 8 KiB."""
     app = RequestMiddleware(inner, max_body_bytes=max_body_bytes, max_header_bytes=8192)
@@ -46,7 +47,7 @@ async def serving(
         log_config=None,
     )
     server = uvicorn.Server(config)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    with open_listener(host, 0) as listener:
         task = asyncio.create_task(server._serve([listener]))
         try:
             yield listener.getsockname()[1]

@@ -27,7 +27,7 @@ refuse unknown ones; `settings` of each component overrides everything else.
   "retry_period_s" $election.retryPeriodSeconds
   "resync_s" $values.resyncSeconds
   "key_rotation_s" $values.keyRotationSeconds
-  "host" "0.0.0.0"
+  "host" "::"
   "metrics_port" 8080
   "gateway_control_port" 8081
   "log_level" (upper $values.logLevel)
@@ -49,12 +49,12 @@ refuse unknown ones; `settings` of each component overrides everything else.
   "last_known_file" "/var/lib/pagemill/catalog.json"
 -}}
 {{- $own := dict
-  "host" "0.0.0.0"
+  "host" "::"
   "port" 8080
   "workers" $values.workers
   "max_connections" $values.maxConnections
   "trusted_proxies" $values.trustedProxies
-  "control_host" "0.0.0.0"
+  "control_host" "::"
   "control_port" 8081
   "discovery" "kubernetes"
   "kubernetes" $kubernetes

@@ -12,7 +12,7 @@ import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
-from urllib.parse import urlencode
+from urllib.parse import urlencode, urlsplit
 
 import aiohttp
 import msgspec
@@ -92,6 +92,11 @@ class Client:
 
     async def close(self) -> None:
         await self._session.close()
+
+    @property
+    def is_ipv6(self) -> bool:
+        """Whether the API server has an address of IPv6, as pods see it where IPv6 is the cluster's first family."""
+        return ":" in (urlsplit(self._credentials.base_url).hostname or "")
 
     async def get(self, path: str, query: Mapping[str, str] | None = None) -> Manifest:
         return await self.request("GET", path, query=query)

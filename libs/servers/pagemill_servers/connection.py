@@ -31,7 +31,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from pagemill_protocol.errors import PagemillError, headers_too_large, request_timeout, unavailable
 from pagemill_protocol.ids import new_id
 from pagemill_servers.client_transport import MAX_DISCARDED_BYTES, ClientTransport
-from pagemill_servers.connection_limits import ConnectionLimits, Place, Turns
+from pagemill_servers.connection_limits import ConnectionLimits, Place, Turns, unmapped
 from pagemill_servers.direct import (
     PLACE_EXTENSION,
     RESPONSE_EXTENSION,
@@ -130,6 +130,8 @@ class _BoundedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if self.client is not None:
+            self.client = unmapped(self.client[0]), self.client[1]
         self.flow = self._reading = _Reading(transport)
         self._client = ClientTransport(transport, self.write_timeout_s, self._read_rest)
         self.transport = self._client  # type: ignore[assignment]

@@ -241,10 +241,19 @@ def client_network(host: str) -> str:
     except ValueError:
         return host
     if isinstance(address, ipaddress.IPv6Address):
-        if address.ipv4_mapped is not None:
-            return str(address.ipv4_mapped)
         return str(ipaddress.ip_network((int(address) >> 64 << 64, 64)))
     return str(address)
+
+
+@lru_cache(maxsize=4096)
+def unmapped(host: str) -> str:
+    """Return the IPv4 address of `::ffff:192.0.2.1`, as a socket for both families names a client over IPv4; any other
+    host as it is."""
+    try:
+        mapped = ipaddress.IPv6Address(host).ipv4_mapped
+    except ValueError:
+        return host
+    return host if mapped is None else str(mapped)
 
 
 def within_open_files(max_connections: int) -> int:
@@ -269,8 +278,7 @@ def _is_within(host: str, networks: tuple[Network, ...]) -> bool:
         address = ipaddress.ip_address(host)
     except ValueError:
         return False
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return any((mapped or address) in each for each in networks)
+    return any(address in each for each in networks)
 
 
 def _without_port(hop: str) -> str | None:
@@ -279,7 +287,7 @@ def _without_port(hop: str) -> str | None:
     if host.count(":") == 1:
         host = host.partition(":")[0]
     try:
-        return str(ipaddress.ip_address(host))
+        return unmapped(str(ipaddress.ip_address(host)))
     except ValueError:
         return None
 

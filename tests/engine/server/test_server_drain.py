@@ -164,7 +164,7 @@ def test_the_program_drains_with_the_newest_token_of_the_file(
     tokens = tmp_path / "tokens"
     tokens.write_text("newest\nolder\n")
     server = start_server(
-        server={"internal_token": "", "internal_tokens_file": str(tokens), "host": "0.0.0.0", "control_host": "0.0.0.0"}
+        server={"internal_token": "", "internal_tokens_file": str(tokens), "host": "::", "control_host": "::"}
     )
     server.wait_for("ready")
     control_port = int(server.control_url.rsplit(":", 1)[1])
@@ -174,7 +174,7 @@ def test_the_program_drains_with_the_newest_token_of_the_file(
         f"{server.control_url}/internal/bundle", headers={"Authorization": "Bearer older"}, timeout=WAIT_LIMIT_S
     )
     assert older.status_code == 200
-    guard = {"control_host": "0.0.0.0", "control_port": control_port, "internal_tokens_file": str(tokens)}
+    guard = {"control_host": "::", "control_port": control_port, "internal_tokens_file": str(tokens)}
     with settings_file(tmp_path, guard) as path:
         assert drain_program.main(["--settings", str(path), "--wait-s", "1"]) == 0
     assert '"draining":true' in capsys.readouterr().err
@@ -201,9 +201,9 @@ def test_the_program_finds_the_token_that_the_server_created(
     start_server: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    server = start_server(server={"internal_token": "", "control_host": "0.0.0.0"})
+    server = start_server(server={"internal_token": "", "control_host": "::"})
     server.wait_for("ready")
-    guard = {"control_host": "0.0.0.0", "control_port": int(server.control_url.rsplit(":", 1)[1])}
+    guard = {"control_host": "::", "control_port": int(server.control_url.rsplit(":", 1)[1])}
     assert httpx.post(f"{server.control_url}/internal/drain").status_code == 401
     with settings_file(tmp_path, guard) as path:
         assert drain_program.main(["--settings", str(path), "--wait-s", "1"]) == 0

@@ -7,6 +7,10 @@ import socket
 
 from pagemill_servers.process.settings import SettingsError
 
+ANY_ADDRESS = "::"
+_WITHOUT_IPV6 = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)
+"""Errors of sockets for IPv6 where the kernel, or an interface of it, lacks IPv6."""
+
 
 class ListenError(SettingsError):
     """A port that cannot be listened on."""
@@ -23,21 +27,41 @@ def bind(host: str, port: int, field: str) -> socket.socket:
     """Return a listening TCP socket; `port` 0 takes a free one. Raises `ListenError`; `field`: the setting of the
     port."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except (OSError, OverflowError, UnicodeError) as error:
+        return open_listener(host, port)
+    except (socket.gaierror, UnicodeError) as error:
         message = f"Cannot listen on host {host!r}, `{field}` {port}: {error}. Name an address of this machine."
         raise ListenError("AddressInvalid", message, _host_field(field)) from error
+    except (OSError, OverflowError) as error:
+        raise _refusal(error, host, port, field) from error
+
+
+def open_listener(host: str, port: int) -> socket.socket:
+    """Return a listening TCP socket. The host `::` is every address of IPv6 and IPv4, and of IPv4 alone where a machine
+    or a container has no IPv6. Raises `OSError`, `OverflowError` and `UnicodeError`.
+    """
+    try:
+        return _listener(host, port)
+    except OSError as error:
+        if host != ANY_ADDRESS or error.errno not in _WITHOUT_IPV6:
+            raise
+        return _listener("0.0.0.0", port)
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
     listener = socket.socket(family, kind, protocol)
     try:
+        if host == ANY_ADDRESS:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(2048)
-    except (OSError, OverflowError) as error:
+        listener.setblocking(False)
+    except BaseException:
         listener.close()
-        raise _refusal(error, host, port, field) from error
-    listener.setblocking(False)
+        raise
     return listener
 
 

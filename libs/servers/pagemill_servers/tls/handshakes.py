@@ -14,7 +14,7 @@ import ssl
 from typing import Any, cast
 
 from pagemill_protocol.errors import PagemillError
-from pagemill_servers.connection_limits import ConnectionLimits, Place
+from pagemill_servers.connection_limits import ConnectionLimits, Place, unmapped
 
 MAX_UNFINISHED = 1000
 HANDSHAKE_TIMEOUT_S = 15.0
@@ -71,7 +71,9 @@ class _Handshake(asyncio.Protocol):
         self._transport = transport
         address = transport.get_extra_info("peername")
         try:
-            self._place = self._handshakes.limits.open(address[0] if isinstance(address, tuple) else None, self.abort)
+            self._place = self._handshakes.limits.open(
+                unmapped(address[0]) if isinstance(address, tuple) else None, self.abort
+            )
         except PagemillError:
             transport.abort()
         else:

@@ -74,6 +74,8 @@ class RenderContext:
     """Tokens that the engines accept, newest first."""
     has_pod_monitors: bool = False
     """Whether the cluster has the kind PodMonitor of `monitoring.coreos.com/v1`."""
+    prefers_ipv6: bool = False
+    """Whether IPv6 is the cluster's first or only family of addresses, that of pods' and Services' own ones."""
     in_place: str = ""
     """Why the rollout replaces replicas in place; empty: it adds one first."""
     loader_done: bool = False

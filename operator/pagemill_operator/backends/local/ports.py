@@ -9,6 +9,7 @@ import random
 import socket
 
 from pagemill_operator.backends.base import BackendError
+from pagemill_servers.process.listening import open_listener
 
 # These lie below the ports that Linux and macOS give to outgoing connections: such a connection could take the port
 # before the server starts, or while it is restarted.
@@ -25,7 +26,7 @@ def ensure_bindable(host: str, port: int) -> None:
     if not 0 <= port <= 65535:
         raise BackendError(f"--port {port} is not a port; use 1 to 65535, or 0 for a free one")
     try:
-        _bind(host, port).close()
+        open_listener(host, port).close()
     except PermissionError:
         raise BackendError(f"--port {port} needs more rights than this user has; use a port above 1023") from None
     except socket.gaierror as error:
@@ -41,7 +42,7 @@ def port_or_free_one(port: int | None, host: str = "127.0.0.1") -> int:
     """Return `port` if nothing else listens there, or else another free port."""
     if port is not None:
         with contextlib.suppress(OSError):
-            _bind(host, port).close()
+            open_listener(host, port).close()
             return port
     return free_port(host)
 
@@ -50,24 +51,10 @@ def free_port(host: str = "127.0.0.1") -> int:
     """Return a port that is free now and that no outgoing connection is given; each call returns another one."""
     for port in itertools.islice(_next_candidates, len(_CANDIDATES)):
         try:
-            _bind(host, port).close()
+            open_listener(host, port).close()
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise
         else:
             return port
     raise PortInUse(f"all ports of {host} from {_CANDIDATES[0]} to {_CANDIDATES[-1]} are in use; stop their processes")
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    listener = socket.socket(family, kind, protocol)
-    try:
-        # Servers do the same: a port in TIME_WAIT counts as free.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(1)
-    except BaseException:
-        listener.close()
-        raise
-    return listener

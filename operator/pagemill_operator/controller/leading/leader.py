@@ -211,5 +211,6 @@ class Leader:
             engine_tls_name=config.engine_tls.server_name,
             tokens=self.keys.keys.keys.accepted(owner.namespace, owner.name),
             has_pod_monitors=self._pod_monitors.exist,
+            prefers_ipv6=self._client.is_ipv6,
             loader_done=loader_done,
         )

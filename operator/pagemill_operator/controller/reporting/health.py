@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from aiohttp import web
 
 from pagemill_operator.controller.reporting.metrics import OperatorMetrics
+from pagemill_servers.process.listening import bind
 
 STALLED_WATCH_S = 150.0
 """A silent watch is opened again after 70 s; twice that time means that it was not."""
@@ -93,7 +94,7 @@ async def serve(
     app.add_routes([web.get("/debug/scaling", show_decisions)])
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
-    await web.TCPSite(runner, host, port).start()
+    await web.SockSite(runner, bind(host, port, "metrics_port")).start()
     return runner, int(runner.addresses[0][1])
 
 

@@ -18,6 +18,7 @@ from pagemill_operator.controller.watching.cache import is_ready
 from pagemill_operator.load.store import LoadStore
 from pagemill_operator.load.stream import STREAM_FAULTS, follow_load
 from pagemill_operator.status.load import LEAST_SECONDS_BETWEEN_WRITES
+from pagemill_protocol.engine_ports import engine_url
 from pagemill_protocol.report.load import LoadFrame
 
 logger = logging.getLogger("pagemill.operator.load")
@@ -78,9 +79,7 @@ class LoadStreams:
         self._interrupted &= wanted.keys()
         token = self._token()
         for uid in wanted.keys() - self._streams.keys() if token else ():
-            address = wanted[uid]["status"]["podIP"]
-            host = f"[{address}]" if ":" in address else address
-            url = f"http://{host}:{self._port}"
+            url = engine_url(wanted[uid]["status"]["podIP"], self._port)
             self._streams[uid] = asyncio.create_task(self._follow(session, uid, url), name=f"load:{uid}")
 
     async def _follow(self, session: aiohttp.ClientSession, uid: str, url: str) -> None:

@@ -32,14 +32,16 @@ def settings_path() -> str:
 def settings_text(plan: Plan, context: RenderContext) -> str:
     """Return the planned settings with a pod's addresses, its token file and the path of its model."""
     content = copy.deepcopy(plan.groups[0].process.settings)
+    # Another text restarts engines, so those that IPv4 reaches keep theirs; with both families the first one counts.
+    every_address = "::" if context.prefers_ipv6 else "0.0.0.0"
     content["engine"]["model"] = model_source(plan)
     if plan.serves_adapters:
         content["engine"]["adapters_file"] = f"{ADAPTERS_PATH}/{ADAPTERS_FILE}"
     if keeps_kernels(plan):
         content["engine"]["kernel_cache_dir"] = KERNELS_PATH
     content["server"] |= {
-        "host": "0.0.0.0",
-        "control_host": "0.0.0.0",
+        "host": every_address,
+        "control_host": every_address,
         "internal_tokens_file": f"{TOKEN_PATH}/{TOKENS_FILE}",
         "termination_log": TERMINATION_LOG,
     }
