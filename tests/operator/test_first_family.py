@@ -16,7 +16,7 @@ async def _no_token() -> str:
 @pytest.mark.parametrize(
     ("host", "is_ipv6"), [("10.96.0.1", False), ("fd00:10:96::1", True), ("kubernetes.default.svc", False)]
 )
-async def test_the_api_servers_address_tells_the_first_family(
+async def test_the_api_servers_address_shows_the_first_family(
     monkeypatch: pytest.MonkeyPatch, host: str, is_ipv6: bool
 ) -> None:
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", host)
