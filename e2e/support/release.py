@@ -140,18 +140,13 @@ class Release:
 
     def _address(self) -> str:
         if self.cluster.node is None:
-<<<<<<< HEAD
             return forwarded(self.cluster.kubectl.within(self.namespace), f"service/{self.name}-gateway")
-        return f"http://{self._cluster_ip()}"
+        return engine_url(self._cluster_ip(), 80)
 
     def _cluster_ip(self) -> str:
         kubectl = self.cluster.kubectl.within(self.namespace)
         address: str = kubectl.json("get", f"service/{self.name}-gateway")["spec"]["clusterIP"]
         return address
-=======
-            return forwarded(kubectl, name)
-        return engine_url(kubectl.json("get", name)["spec"]["clusterIP"], 80)
->>>>>>> 98f29477 (Gateways and operators listen on every address of both families, engines where IPv6 is first; clients over IPv4 keep their address at such sockets)
 
 
 class Releases:
