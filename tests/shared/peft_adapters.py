@@ -39,6 +39,54 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "q_lora_rank": 40, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,
     }),
 }  # fmt: skip
+PROMPTS = [[(7 * index + 11 * position * position) % VOCAB_SIZE for position in range(12)] for index in range(32)]
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"target_modules": [*ATTENTION, "gate_proj", "up_proj", "down_proj"]}),
+    "llama, all-linear and rslora": (
+        "llama", {"target_modules": "all-linear", "use_rslora": True, "r": 4, "lora_alpha": 4},
+    ),
+    "llama, patterns": (
+        "llama",
+        {
+            "target_modules": r".*\.(q_proj|down_proj|up_proj)",
+            "rank_pattern": {r"layers\.1\.self_attn\.q_proj": 4, "down_proj": 16},
+            "alpha_pattern": {"up_proj": 4},
+        },
+    ),
+    "llama, some layers": ("llama", {"target_modules": ["q_proj", "up_proj"], "layers_to_transform": [1, 2]}),
+    "llama, embedding and head": ("llama", {"target_modules": ["embed_tokens", "lm_head", "v_proj"]}),
+    "llama, tied head": ("llama tied", {"target_modules": ["embed_tokens", "k_proj"]}),
+    "gpt2": ("gpt2", {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}),
+    "gpt2, embedding": ("gpt2", {"target_modules": ["c_attn", "wte"], "fan_in_fan_out": True}),
+    "phi3": ("phi3", {"target_modules": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]}),
+    "gpt_neox": ("gpt_neox", {"target_modules": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"]}),
+    "mixtral": (
+        "mixtral",
+        {
+            "target_modules": ATTENTION,
+            "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight"],
+        },
+    ),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]},
+    ),
+    "qwen3_moe, one parameter": (
+        "qwen3_moe", {"target_modules": ["k_proj"], "target_parameters": ["experts.gate_up_proj"]},
+    ),
+    "gpt_oss": (
+        "gpt_oss",
+        {"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj", "experts.gate_up_proj"]},
+    ),
+    "deepseek_v3": (
+        "deepseek_v3",
+        {
+            "target_modules": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "down_proj"],
+            "target_parameters": ["mlp.experts.gate_up_proj"],
+        },
+    ),
+}  # fmt: skip
 
 
 class Base(NamedTuple):

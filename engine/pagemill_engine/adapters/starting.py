@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
-from pagemill_engine.adapters.packing import pack_for_torch, pack_natively
+from pagemill_engine.adapters.packing import Pack, pack_for_torch, pack_natively
 from pagemill_engine.adapters.store import AdapterLimits, AdapterStore
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.weights.errors import LoadError
+from pagemill_engine.weights.quantized import QuantizedWeights
 from pagemill_engine.weights.source import WeightSource
 from pagemill_kernels.adapters.native import PANEL, RANKS
 from pagemill_kernels.arrays import Array
@@ -58,11 +61,23 @@ def check_serves(config: EngineConfig, spec: ModelSpec, device: str) -> None:
         raise LoadError("SettingsUnsupported", f"enable_lora: {why}.")
 
 
-def make_store(config: EngineConfig, decoder: DecoderSpec, weights: WeightSource, *, natively: bool) -> AdapterStore:
+def make_store(
+    config: EngineConfig,
+    decoder: DecoderSpec,
+    weights: WeightSource,
+    *,
+    natively: bool,
+    of_rank: Callable[[Pack], Pack] | None = None,
+) -> AdapterStore:
+    """Return a store without adapters. `of_rank`: makes a function that packs a rank's part; None: all is packed."""
+
+    stored = weights.source if isinstance(weights, QuantizedWeights) else weights
+
     def base(name: str) -> Array:
-        values = np.empty(weights.shapes[name], dtype=np.float32)
-        weights.read_into(name, values)
+        values = np.empty(stored.shapes[name], dtype=np.float32)
+        stored.read_into(name, values)
         return values
 
-    pack = pack_natively if natively else pack_for_torch
-    return AdapterStore(decoder, default_name(config.model), limits_of(config), pack, base)
+    pack: Pack = pack_natively if natively else pack_for_torch
+    packs = pack if of_rank is None else of_rank(pack)
+    return AdapterStore(decoder, default_name(config.model), limits_of(config), packs, base)

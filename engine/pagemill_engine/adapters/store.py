@@ -32,6 +32,8 @@ class LoadedAdapter(NamedTuple):
     num_bytes: int
     warning: str | None
     load_ms: float
+    held: object = None
+    """What other ranks keep the adapter for."""
 
 
 class AdapterLimits(NamedTuple):
@@ -50,6 +52,8 @@ class AdapterStore:
         self._folders: dict[str, Path] = {}
         self._loaded: OrderedDict[str, LoadedAdapter] = OrderedDict()
         self._loading: dict[str, Future[LoadedAdapter]] = {}
+        self.read_elsewhere: Callable[[Path, str], object] | None = None
+        """Lets other ranks read a folder, whose content has a digest. Raises `AdapterError`."""
         self._in_use: Callable[[str], bool] = lambda digest: False
         self._pinned: set[str] = set()
         self._lock = threading.Lock()
@@ -150,11 +154,12 @@ class AdapterStore:
         files = read_adapter(folder, self._decoder, self.limits.max_lora_rank)
         values = read_values(files, self._base)
         packed = self._pack(self._decoder, values)
+        held = None if self.read_elsewhere is None else self.read_elsewhere(folder, values.digest)
         warning = another_base(files, self._model)
         if warning is not None:
             logger.warning(warning)
         load_ms = (time.monotonic() - started_s) * 1000
-        return LoadedAdapter(values.digest, values.rank, packed, num_bytes(packed), warning, load_ms)
+        return LoadedAdapter(values.digest, values.rank, packed, num_bytes(packed), warning, load_ms, held)
 
     def _keep(self, adapter: LoadedAdapter) -> None:
         self.load_ms = adapter.load_ms

@@ -14,10 +14,19 @@ from numpy.typing import NDArray
 
 from pagemill_kernels.adapters.native import NativeAdapters
 from pagemill_kernels.arrays import Array
+from pagemill_models.sharding.linears import linears
 
 if TYPE_CHECKING:
     from pagemill_engine.adapters.packing import Packed
-    from pagemill_engine.adapters.store import AdapterStore
+    from pagemill_engine.adapters.store import AdapterLimits, LoadedAdapter
+    from pagemill_models.declaration.declaration import DecoderSpec
+
+
+class HeldAdapters(Protocol):
+    limits: AdapterLimits
+
+    def get(self, digest: str) -> LoadedAdapter:
+        """Return a loaded adapter."""
 
 
 class AdapterTables(Protocol):
@@ -47,12 +56,8 @@ class TorchTables:
         return PlainAdapterRows(torch.from_numpy(slots).long(), self._loaded)
 
 
-def native_tables(num_slots: int, num_linears: int) -> AdapterTables:
-    return NativeAdapters({}, num_linears, num_slots)
-
-
 class RowAdapters:
-    def __init__(self, store: AdapterStore, tables: AdapterTables, max_rows: int) -> None:
+    def __init__(self, store: HeldAdapters, tables: AdapterTables, max_rows: int) -> None:
         self._store, self._tables = store, tables
         num_slots = store.limits.max_loras
         self._digests = [""] * num_slots
@@ -95,3 +100,11 @@ class RowAdapters:
         self._tables.place(slot, self._store.get(digest).packed)
         self._digests[slot] = digest
         return slot
+
+
+def row_adapters(store: HeldAdapters, decoder: DecoderSpec, max_rows: int, *, natively: bool) -> RowAdapters:
+    """`decoder`: of the model, or of the part of it, that the runner's kernels compute."""
+    tables: AdapterTables = TorchTables()
+    if natively:
+        tables = NativeAdapters({}, len(linears(decoder)), store.limits.max_loras)
+    return RowAdapters(store, tables, max_rows)

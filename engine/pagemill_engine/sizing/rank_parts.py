@@ -97,7 +97,8 @@ def together(whole: Sizes, ranks: Sequence[RankSizes]) -> Sizes:
         return whole
     weight_bytes = sum(each.sizes.weight_bytes for each in ranks)
     kv_bytes = sum(each.sizes.kv_bytes_per_token for each in ranks)
-    return whole._replace(weight_bytes=weight_bytes, kv_bytes_per_token=kv_bytes)
+    adapter_bytes = sum(each.sizes.adapter_bytes for each in ranks)
+    return whole._replace(weight_bytes=weight_bytes, kv_bytes_per_token=kv_bytes, adapter_bytes=adapter_bytes)
 
 
 def describe_ranks(ranks: Sequence[RankSizes], tensor_parallel_size: int) -> list[str]:

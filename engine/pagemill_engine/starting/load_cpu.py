@@ -5,8 +5,6 @@ The native decoder runs without torch; other models run on torch, which is impor
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from pagemill_engine.decoders.native.decoder import NativeDecoder
 from pagemill_engine.decoders.rope import Rotations, decoder_tables
 from pagemill_engine.decoders.step_model import StepModel
@@ -14,7 +12,7 @@ from pagemill_engine.executing.base import Runner
 from pagemill_engine.executing.eager import EagerRunner, ThreadedRunner
 from pagemill_engine.executing.kv_cache import KVCache
 from pagemill_engine.executing.pooling import Pooler, PoolingRunner
-from pagemill_engine.executing.row_adapters import RowAdapters, TorchTables, native_tables
+from pagemill_engine.executing.row_adapters import row_adapters
 from pagemill_engine.sizing.budget import keeps_nothing
 from pagemill_engine.sizing.compute import Compute
 from pagemill_engine.sizing.draft import DraftModel, scratch_blocks
@@ -24,12 +22,8 @@ from pagemill_engine.sizing.sizing import weights_of
 from pagemill_engine.starting.preparing import ModelFiles, PreparedModel, describe_cache, prepare, refusals, runner_info
 from pagemill_engine.starting.threads import threads_of_ranks, torch_threads
 from pagemill_kernels.cpu import launch
-from pagemill_models.sharding.linears import linears
 from pagemill_models.spec.model_spec import ModelSpec
 from pagemill_servers.process.malloc import trim_heap
-
-if TYPE_CHECKING:
-    from pagemill_engine.adapters.store import AdapterStore
 
 
 def load_on_cpu(files: ModelFiles, compute: Compute) -> Runner:
@@ -76,7 +70,7 @@ def _runner(files: ModelFiles, prepared: PreparedModel) -> Runner:
 
             store = make_store(config, spec.decoder, prepared.weights, natively=compute.is_native)
             info = info._replace(serves_adapters=True, adapters=store)
-            adapters = _row_adapters(store, spec, config.step.max_num_seqs, natively=compute.is_native)
+            adapters = row_adapters(store, spec.decoder, config.step.max_num_seqs, natively=compute.is_native)
         if draft is None:
             return EagerRunner(model, kv_cache, info, config.step.max_num_seqs, adapters)
         drafting = _draft(files, prepared, draft, cache.counts[0], max_model_len)
@@ -97,12 +91,6 @@ def _draft(
         model = _native(own, spec, max_model_len) if compute.is_native else _torch(drafted, own, max_model_len)
     num_own = prepared.config.step.max_num_seqs * scratch_blocks(prepared.config)
     return model, KVCache(spec, num_blocks + num_own, config.block_size, compute.kv_dtype)
-
-
-def _row_adapters(store: AdapterStore, spec: ModelSpec, max_rows: int, *, natively: bool) -> RowAdapters:
-    num_slots = store.limits.max_loras
-    tables = native_tables(num_slots, len(linears(spec.decoder))) if natively else TorchTables()
-    return RowAdapters(store, tables, max_rows)
 
 
 def _native(prepared: PreparedModel, spec: ModelSpec, max_model_len: int) -> StepModel:

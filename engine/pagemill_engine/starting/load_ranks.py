@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -24,6 +24,7 @@ from pagemill_engine.executing.ranks.follower import FollowerRunner
 from pagemill_engine.executing.ranks.identity import RankIdentity
 from pagemill_engine.executing.ranks.processes import FollowerProcesses
 from pagemill_engine.executing.ranks.ranked import RankedRunner
+from pagemill_engine.executing.row_adapters import HeldAdapters, RowAdapters, row_adapters
 from pagemill_engine.sizing.compute import Compute, choose_compute
 from pagemill_engine.sizing.kv_sizes import CacheBlocks, cache_kinds, max_model_len_for
 from pagemill_engine.sizing.memory import measure_memory
@@ -44,6 +45,10 @@ from pagemill_models.sharding.slices import Range
 from pagemill_models.spec.model_files import load_model_spec
 from pagemill_models.spec.model_spec import ModelSpec
 from pagemill_servers.process.malloc import trim_heap
+
+if TYPE_CHECKING:
+    from pagemill_engine.adapters.packing import Pack
+    from pagemill_engine.adapters.store import AdapterStore
 
 RANK_PROCESS = "pagemill_engine.starting.rank_process"
 SLOTS, SLOT_BYTES = 16, 64 * 1024
@@ -123,16 +128,23 @@ def load_ranks(files: ModelFiles, compute: Compute, stuck_seconds: float = STUCK
         own = RankIdentity.own(prepared.weights.digest())
         weight_bytes = loaded.model.num_bytes + followers.wait_until_ready(own)
         info = runner_info(prepared, spec, loaded.max_model_len, weight_bytes, "cpu").with_cache(loaded.blocks)
-        inner = EagerRunner(loaded.model, loaded.cache, info, config.step.max_num_seqs)
+        rows = None
+        if config.enable_lora:
+            store = _store(config, compute, spec, part, prepared.weights)
+            info, rows = info._replace(serves_adapters=True, adapters=store), _rows(config, compute, part, store)
+        inner = EagerRunner(loaded.model, loaded.cache, info, config.step.max_num_seqs, rows)
     except BaseException:
         followers.kill()
         raise
     followers.watch(group)
-    return RankedRunner(inner, ring, group, followers, num_stages, prepare_thread)
+    runner = RankedRunner(inner, ring, group, followers, num_stages, prepare_thread)
+    if info.adapters is not None:
+        _read_together(info.adapters, runner, followers)
+    return runner
 
 
-def follower_of(settings: RankSettings, group: SharedMemoryGroup) -> FollowerRunner:
-    """Return the runner of a rank that follows. Raises `LoadError`."""
+def follower_of(settings: RankSettings, group: SharedMemoryGroup, answer: Callable[[str], None]) -> FollowerRunner:
+    """Return the runner of a rank that follows. Raises `LoadError`. `answer`: gives rank 0 a line."""
     config, path = settings.config, Path(settings.path)
     spec = load_model_spec(path)
     compute = choose_compute(config, spec)
@@ -157,7 +169,35 @@ def follower_of(settings: RankSettings, group: SharedMemoryGroup) -> FollowerRun
         kv_bytes_per_token=0,
         compute=compute.how,
     ).with_cache(loaded.blocks)
-    return FollowerRunner(loaded.model, loaded.cache, info, config.step.max_num_seqs)
+    if not config.enable_lora:
+        return FollowerRunner(loaded.model, loaded.cache, info, config.step.max_num_seqs)
+    from pagemill_engine.adapters.ranks import FollowedAdapters
+
+    followed = FollowedAdapters(_store(config, compute, spec, part, weights), answer)
+    rows = _rows(config, compute, part, followed)
+    return FollowerRunner(loaded.model, loaded.cache, info, config.step.max_num_seqs, rows, read_adapter=followed.read)
+
+
+def _store(
+    config: EngineConfig, compute: Compute, spec: ModelSpec, part: RankPart, weights: WeightSource
+) -> AdapterStore:
+    from pagemill_engine.adapters.ranks import pack_part
+    from pagemill_engine.adapters.starting import make_store
+
+    def packs(pack: Pack) -> Pack:
+        return pack_part(pack, part.spec.decoder, part.slices, part.place.layers[0])
+
+    return make_store(config, spec.decoder, weights, natively=compute.is_native, of_rank=packs)
+
+
+def _read_together(store: AdapterStore, runner: RankedRunner, followers: FollowerProcesses) -> None:
+    from pagemill_engine.adapters.ranks import AdaptersOfFollowers
+
+    store.read_elsewhere = AdaptersOfFollowers(runner.read_adapter, followers.answers).read
+
+
+def _rows(config: EngineConfig, compute: Compute, part: RankPart, store: HeldAdapters) -> RowAdapters:
+    return row_adapters(store, part.spec.decoder, config.step.max_num_seqs, natively=compute.is_native)
 
 
 def settings_from(data: bytes) -> RankSettings:
@@ -271,12 +311,6 @@ def _within(layers: tuple[int, ...], stage: Range) -> tuple[int, ...]:
 
 def _check(config: EngineConfig, compute: Compute) -> None:
     """Raise `LoadError` for settings with which ranks do not follow plans."""
-    if config.enable_lora:
-        raise LoadError(
-            "SettingsUnsupported",
-            "Adapters are served by one process. Set tensorParallel and pipelineParallel to 1, or turn enable_lora "
-            "off.",
-        )
     if config.speculative.method == "draft":
         raise LoadError(
             "SettingsUnsupported",

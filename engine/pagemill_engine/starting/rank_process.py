@@ -37,9 +37,9 @@ def main() -> None:
     messages = SharedMemory(settings.ring_file, ring_bytes(SLOTS, SLOT_BYTES))
     ring = RingReader(messages, SLOTS, SLOT_BYTES, settings.rank - 1)
     with _reported():
-        runner = follower_of(settings, group)
+        runner = follower_of(settings, group, lambda line: _say(f"{' '.join(line.split())}\n".encode()))
     trim_heap()
-    _say(RankReport(RankIdentity.own(runner.info.weights_digest), runner.model.num_bytes))
+    _say(encode_report(RankReport(RankIdentity.own(runner.info.weights_digest), runner.model.num_bytes)))
     follow(runner, ring, group)
 
 
@@ -49,12 +49,12 @@ def _reported() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        _say(RankReport(RankIdentity.own(), error=f"{type(error).__name__}: {error}"))
+        _say(encode_report(RankReport(RankIdentity.own(), error=f"{type(error).__name__}: {error}")))
         raise
 
 
-def _say(report: RankReport) -> None:
-    sys.stdout.buffer.write(encode_report(report))
+def _say(line: bytes) -> None:
+    sys.stdout.buffer.write(line)
     sys.stdout.buffer.flush()
 
 

@@ -38,7 +38,7 @@ class QuantizedWeights:
     """Quantized weights. `read_into` returns dequantized values, for kernels that multiply floats."""
 
     def __init__(self, source: WeightSource, quantization: Quantization, decoder: DecoderSpec) -> None:
-        self._source = source
+        self.source = source
         self._shapes = source.shapes
         self._quantization: Quantization = quantization
         self._full_width = {f"{each.name}.weight" for each in (decoder.embedding, decoder.head) if each is not None}
@@ -58,28 +58,28 @@ class QuantizedWeights:
 
     def read_into(self, name: str, out: Array) -> None:
         if self._rounded_kind(name) is None:
-            self._source.read_into(name, out)
+            self.source.read_into(name, out)
             return
         codes = self.read_codes(name)
         assert codes is not None
         copy_floats(codes.dequantize(), out)
 
     def code_kind(self, name: str) -> CodeKind | None:
-        return self._rounded_kind(name) or self._source.code_kind(name)
+        return self._rounded_kind(name) or self.source.code_kind(name)
 
     def read_codes(self, name: str) -> GroupCodes | None:
         kind = self._rounded_kind(name)
         if kind is None:
-            return self._source.read_codes(name)
+            return self.source.read_codes(name)
         weight = np.empty(self.shapes[name], dtype=np.float32)
-        self._source.read_into(name, weight)
+        self.source.read_into(name, weight)
         return quantize(weight, kind.bits)
 
     def read_blocks(self, name: str) -> CodeBlocks | None:
-        return self._source.read_blocks(name) if self._rounded_kind(name) is None else None
+        return self.source.read_blocks(name) if self._rounded_kind(name) is None else None
 
     def is_bfloat16(self, name: str) -> bool:
-        return self._rounded_kind(name) is None and self._source.is_bfloat16(name)
+        return self._rounded_kind(name) is None and self.source.is_bfloat16(name)
 
     def num_bytes(self, dtype: FloatType, keep_stored: bool) -> int:
         total = 0
@@ -92,15 +92,15 @@ class QuantizedWeights:
 
     def digest(self) -> str:
         """Return a digest that differs from the source's: rounded weights compute other keys, values and answers."""
-        text = f"{self._source.digest()}|{self._quantization}|{GROUP_SIZE}|{_VERSION}"
+        text = f"{self.source.digest()}|{self._quantization}|{GROUP_SIZE}|{_VERSION}"
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def cut(self, slices: Slices) -> CutWeights:
         """Cut what is rounded where its groups stay whole: others would be rounded otherwise than by one process."""
         whole = {name: found for name, found in slices.items() if self._keeps_groups(name, found)}
-        source, left = self._source.cut(whole)
+        source, left = self.source.cut(whole)
         cut = copy(self)
-        cut._source, cut._shapes = source, source.shapes
+        cut.source, cut._shapes = source, source.shapes
         return CutWeights(cut, {**left, **{name: slices[name] for name in slices.keys() - whole.keys()}})
 
     def _keeps_groups(self, name: str, found: TensorSlice) -> bool:
@@ -108,7 +108,7 @@ class QuantizedWeights:
 
     def _rounded_kind(self, name: str) -> CodeKind | None:
         """Return the form that the tensor is rounded to; None if it is not rounded."""
-        shape, stored = self.shapes[name], self._source.code_kind(name)
+        shape, stored = self.shapes[name], self.source.code_kind(name)
         if len(shape) != 2 or shape[1] % GROUP_SIZE or name in self._floats:
             return None
         kind = KINDS.get("int8" if name in self._full_width else self._quantization)

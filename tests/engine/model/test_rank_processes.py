@@ -111,8 +111,6 @@ def test_what_cannot_be_divided_is_refused_with_the_reason(llama_folder: Path, r
         ranks(llama_folder, 5)
     with pytest.raises(LoadError, match="3 processes that compute at the same time, but they may use 2 cores"):
         ranks(llama_folder, 3, num_threads=2)
-    with pytest.raises(LoadError, match=r"Adapters are served by one process\. Set tensorParallel"):
-        ranks(llama_folder, 2, enable_lora=True)
 
 
 def test_simulated_devices_are_one_process() -> None:

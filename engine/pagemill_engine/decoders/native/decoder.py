@@ -202,9 +202,11 @@ class _Head:
     ) -> Array:
         if self._projection is not None:
             hidden = _product(self._projection, self._projection_number, hidden, adapters)
-        if self._shared is not None and adapters is None and len(hidden) <= self._shared.num_rows:
+        if self._shared is not None and len(hidden) <= self._shared.num_rows:
             own = self._shared.own(len(hidden))
             self.product.write(hidden, own)
+            if adapters is not None:
+                adapters.add_to(self._number, own, hidden)
             self._scale(own)
             return self._shared.whole(len(hidden))
         logits = _product(self.product, self._number, hidden, adapters)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -16,7 +16,7 @@ import numpy as np
 from pagemill_engine.executing.eager import EagerRunner
 from pagemill_engine.executing.inputs import StepInputs
 from pagemill_engine.executing.prompt_logprobs import PromptRows
-from pagemill_engine.executing.ranks.messages import FollowedStep, Message, SampledStep, decode, plan_of
+from pagemill_engine.executing.ranks.messages import FollowedStep, Message, ReadAdapter, SampledStep, decode, plan_of
 from pagemill_engine.scheduler.step import StepPlan, StepResult, TokenLogprobs
 from pagemill_kernels.arrays import Array
 from pagemill_kernels.ranks.group import GroupAborted
@@ -41,10 +41,16 @@ class _Unfinished(NamedTuple):
 class FollowerRunner(EagerRunner):
     """An `EagerRunner` without a sampler."""
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, *args: Any, read_adapter: Callable[[int, str, str, list[int]], None] | None = None) -> None:
+        """`read_adapter`: reads one beside the steps, and answers rank 0; None: no adapters are served."""
         super().__init__(*args)
+        self._read_adapter = read_adapter
         self._unfinished: deque[_Unfinished] = deque()
         self._has_head = self.model.spec.decoder.head is not None
+
+    def read_adapter(self, message: ReadAdapter) -> None:
+        assert self._read_adapter is not None, "rank 0 serves adapters only where its followers do"
+        self._read_adapter(message.number, message.folder, message.digest, message.dropped)
 
     def forget(self) -> None:
         """Leave steps that failed."""
@@ -70,12 +76,12 @@ class FollowerRunner(EagerRunner):
     def _prompt_logprobs(self, plan: StepPlan, inputs: StepInputs, hidden: Array) -> dict[str, list[TokenLogprobs]]:
         starts = dict(zip(inputs.request_ids, inputs.query_start_loc.tolist(), strict=False))
         for piece in PromptRows.of(plan.prompt_targets, starts).pieces(self._piece_rows):
-            self.model.logits(hidden[piece.rows])
+            self.model.logits(hidden[piece.rows], self._adapters_of(inputs, piece.rows))
         return {}
 
     def _sample(self, plan: StepPlan, inputs: StepInputs, hidden: Array) -> StepResult:
         if len(inputs.sampling):
-            self.model.logits(hidden)
+            self.model.logits(hidden, self._adapters_of(inputs, inputs.sampled_tokens))
         return StepResult()
 
     def _finish(self, unfinished: _Unfinished, sampled: SampledStep) -> None:
@@ -139,6 +145,8 @@ def follow(runner: FollowerRunner, ring: MessageReader, group: FollowedGroup) ->
             return
         if isinstance(message, FollowedStep):
             has_failed = has_failed or not _run(runner, message, group)
+        elif isinstance(message, ReadAdapter):
+            runner.read_adapter(message)
         elif message.name == "recover":
             has_failed = False
             runner.forget()

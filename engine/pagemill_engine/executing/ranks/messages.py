@@ -9,7 +9,7 @@ import msgspec
 
 from pagemill_engine.scheduler.step import StepPlan, StepResult, decode_plan, encode_plan
 
-FORMAT = 1
+FORMAT = 2
 """Raised with every change of these messages and of what they contain, such as plans."""
 
 
@@ -34,11 +34,19 @@ class FollowedStep(msgspec.Struct, tag="step", array_like=True):
     before: Sequence[SampledStep] = ()
 
 
+class ReadAdapter(msgspec.Struct, tag="adapter", array_like=True):
+    number: int
+    folder: str
+    digest: str
+    dropped: list[int]
+    """The numbers of adapters that rank 0 has no longer."""
+
+
 class Command(msgspec.Struct, tag="command", array_like=True):
     name: Literal["sleep", "wake", "recover", "close"]
 
 
-Message = FollowedStep | Command
+Message = FollowedStep | ReadAdapter | Command
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(Message)
 
@@ -47,8 +55,8 @@ def encode_step(plan: StepPlan, before: Sequence[SampledStep]) -> bytes:
     return _ENCODER.encode(FollowedStep(msgspec.Raw(encode_plan(plan)), before))
 
 
-def encode_command(command: Command) -> bytes:
-    return _ENCODER.encode(command)
+def encode_message(message: Message) -> bytes:
+    return _ENCODER.encode(message)
 
 
 def decode(data: bytes) -> Message:

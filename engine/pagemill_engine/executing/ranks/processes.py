@@ -61,6 +61,15 @@ class FollowerProcesses:
                 raise LoadError("RankLost", f"Rank {rank} did not load its part of the model: {said}")
         return num_bytes
 
+    def answers(self) -> list[str]:
+        """Wait for a line of each process, and return these."""
+        lines = []
+        for rank, process in enumerate(self._processes, start=1):
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            lines.append(line.decode(errors="replace").strip() if line else f"rank {rank} has ended.")
+        return lines
+
     def watch(self, group: WatchedGroup) -> None:
         """End the group when a process ends by itself."""
         self._watcher = threading.Thread(target=self._watch, args=(group,), name="ranks", daemon=True)

@@ -11,13 +11,14 @@ the engine with the name of the rank, the step and the cut: its requests continu
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from pagemill_engine.executing.base import Runner, RunnerInfo
 from pagemill_engine.executing.eager import ThreadedRunner
 from pagemill_engine.executing.errors import DeviceLostError
-from pagemill_engine.executing.ranks.messages import Command, SampledStep, encode_command, encode_step
+from pagemill_engine.executing.ranks.messages import Command, ReadAdapter, SampledStep, encode_message, encode_step
 from pagemill_engine.scheduler.step import StepPlan, StepResult
 from pagemill_kernels.ranks.group import GroupAborted
 from pagemill_kernels.ranks.ring import ReaderStoppedError, RingClosedError
@@ -93,6 +94,7 @@ class RankedRunner:
             self._inner = ThreadedRunner(self._inner, prepare_thread)
         self.info: RunnerInfo = self._inner.info._replace(stages=num_stages, check=self._raise_if_lost)
         self._ring, self._group, self._followers = ring, group, followers
+        self._writing = threading.Lock()
         self._read: list[SampledStep] = []
         """The steps that were read since the last plan."""
         self._num_unread = 0
@@ -139,6 +141,10 @@ class RankedRunner:
             self._followers.close()
             self._inner.close()
 
+    def read_adapter(self, number: int, folder: str, digest: str, dropped: list[int]) -> None:
+        """Let followers read an adapter beside their steps. Any thread may call it."""
+        self._write(encode_message(ReadAdapter(number, folder, digest, dropped)), f"the adapter in {folder}")
+
     def _raise_if_failed(self) -> None:
         """Let a step fail that is launched while others may still be computed, or behind one that a follower has left
         after its last exchange: its rows lack what was sampled."""
@@ -152,7 +158,7 @@ class RankedRunner:
         """Let all ranks begin anew behind a failed step."""
         self._raise_if_lost()
         if self._group.reason() is not None:
-            self._write(encode_command(Command("recover")), "what follows a failed step")
+            self._write(encode_message(Command("recover")), "what follows a failed step")
             try:
                 self._group.reset()
             except GroupAborted as error:
@@ -163,11 +169,12 @@ class RankedRunner:
 
     def _command(self, name: Any) -> None:
         self._begin_anew()
-        self._write(encode_command(Command(name)), f"the command {name}")
+        self._write(encode_message(Command(name)), f"the command {name}")
 
     def _write(self, message: bytes, what: str) -> None:
         try:
-            self._ring.write(message)
+            with self._writing:
+                self._ring.write(message)
         except (ReaderStoppedError, RingClosedError) as error:
             self._group.lose(f"{error}; it lacks {what}")
             self._raise_if_lost(error)
