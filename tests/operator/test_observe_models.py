@@ -98,6 +98,44 @@ def test_a_failed_loader_is_the_reason(
     assert remedy in found["Ready"].message
 
 
+UNREACHED = reported("HubUnreachable", "`hf://a/b`: no connection to hub.example.org at port 443")
+READY_POD = ({"type": "Ready", "status": "True"},)
+
+
+@pytest.mark.parametrize(
+    ("status", "conditions"),
+    [
+        (running(started=True, ready=True, last=UNREACHED), READY_POD),
+        (running(started=True, last=UNREACHED), ()),
+        (waiting("CrashLoopBackOff", last=UNREACHED), ()),
+        ({"ready": False, "state": {"terminated": UNREACHED}}, ()),
+    ],
+    ids=["runs again", "just started again", "waits", "ended"],
+)
+def test_a_loaders_cause_stays_until_bytes_arrive(
+    world: Callable[..., World], status: dict[str, Any], conditions: tuple[dict[str, Any], ...]
+) -> None:
+    blocked = world(**CACHED).apply().pod(status, component="loader", conditions=conditions)
+    found = blocked.findings()["Ready"]
+    assert found.reason == "HubUnreachable"
+    assert "NetworkPolicy chat-engine" in found.message
+    assert "engine_extra_egress" in found.message
+    if "running" in status["state"]:
+        blocked.progress = "1.0 of 4.0 GiB"
+        assert blocked.findings()["ModelLoaded"].reason == "Downloading"
+
+
+def test_an_engines_own_loader_keeps_its_cause_until_bytes_arrive(world: Callable[..., World]) -> None:
+    cached = world(model__source="hf://org/name@v1", model__cache={"hostPath": "/var/models"}).apply()
+    cached.pod(waiting("PodInitializing"))
+    again = {"name": "loader", **running(started=True, last=UNREACHED)}
+    cached.pods[0]["status"]["initContainerStatuses"] = [again]
+    found = cached.findings()["Ready"]
+    assert (found.reason, "NetworkPolicy chat-engine" in found.message) == ("HubUnreachable", True)
+    cached.progress = "1.0 of 4.0 GiB"
+    assert cached.findings()["ModelLoaded"].reason == "Downloading"
+
+
 def test_for_a_job_that_gave_up_the_way_to_restart_it_is_named(world: Callable[..., World]) -> None:
     gone = world(**CACHED).apply()
     (name,) = [name for kind, name in gone.objects if kind == "Job"]

@@ -113,9 +113,10 @@ def test_pods_may_reach_the_ports_of_their_source(
     deployment: Make, source: str, environment: dict[str, str], ports: set[int]
 ) -> None:
     env = [{"name": name, "value": value} for name, value in environment.items()]
-    manifests = render(deployment(model__source=source, engine__env=env))
-    rules = manifests["NetworkPolicy"]["spec"]["egress"]
-    assert {port["port"] for rule in rules for port in rule["ports"] if "port" in port} - {53, 5353} == ports
+    template = {"spec": {"containers": [{"name": "engine", "env": env}]}}
+    for given in ({"engine__env": env}, {"template": template}):
+        rules = render(deployment(model__source=source, **given))["NetworkPolicy"]["spec"]["egress"]
+        assert {port["port"] for rule in rules for port in rule["ports"] if "port" in port} - {53, 5353} == ports
 
 
 @pytest.mark.parametrize(
@@ -167,6 +168,51 @@ def test_the_loader_has_the_security_context_of_the_template(deployment: Make) -
     assert context["runAsUser"] == 1000
     assert "fsGroup" not in context
     assert context["runAsNonRoot"] is True
+
+
+AUTHORITY = {
+    "volumes": [
+        {"name": "authority", "configMap": {"name": "private-ca"}},
+        {"name": "data", "persistentVolumeClaim": {"claimName": "data"}},
+        {"name": "unused", "emptyDir": {}},
+    ],
+    "containers": [
+        {
+            "name": "engine",
+            "env": [
+                {"name": "SSL_CERT_FILE", "value": "/etc/private/ca.crt"},
+                {"name": "AWS_SECRET_ACCESS_KEY", "value": "not this one"},
+                {"name": "HTTPS_PROXY", "valueFrom": {"secretKeyRef": {"name": "proxy", "key": "url"}}},
+            ],
+            "volumeMounts": [
+                {"name": "authority", "mountPath": "/etc/private", "readOnly": True},
+                {"name": "data", "mountPath": "/data"},
+                {"name": "tmp", "mountPath": "/var/tmp"},
+                {"name": "token", "mountPath": "/tokens"},
+            ],
+        },
+        {"name": "beside", "image": "x", "volumeMounts": [{"name": "unused", "mountPath": "/unused"}]},
+    ],
+}
+
+
+@pytest.mark.parametrize("cache", [{"size": "1Gi"}, {"hostPath": "/var/models"}], ids=["claim", "node"])
+def test_the_loader_trusts_and_reaches_what_the_engine_does(deployment: Make, cache: dict[str, str]) -> None:
+    """A private authority's volume and variables are the engine's, but no token, and no claim of one node."""
+    changes = {**SECRET, "model__source": "s3://models/tiny", "model__cache": cache, "template": {"spec": AUTHORITY}}
+    by_node = "hostPath" in cache
+    manifests = render(deployment(**changes), loader_done=False)
+    spec = pod(manifests, "Deployment" if by_node else "Job")
+    (loader,) = spec["initContainers"] if by_node else spec["containers"]
+    assert [each["name"] for each in loader["volumeMounts"]] == ["model", "tmp", "authority"]
+    assert "authority" in [each["name"] for each in spec["volumes"]]
+    if not by_node:
+        assert [each["name"] for each in spec["volumes"]] == ["model", "tmp", "authority"]
+        kubernetes_validate.validate(manifests["Job"], "1.33", strict=True)
+    given = variables(loader)
+    assert given["SSL_CERT_FILE"] == "/etc/private/ca.crt"
+    assert given["HTTPS_PROXY"] == {"name": "proxy", "key": "url"}
+    assert given["AWS_SECRET_ACCESS_KEY"] == {"name": "bucket", "key": "AWS_SECRET_ACCESS_KEY"}
 
 
 def test_a_shared_volume_is_not_evicted(deployment: Make) -> None:

@@ -92,6 +92,9 @@ class SourceKind(ABC):
     variables: ClassVar[tuple[str, ...]] = ()
     """Variables with the URL of a server in place of the default."""
 
+    unreachable: ClassVar[str] = "SourceUnreachable"
+    """Reason of a source whose server cannot be reached."""
+
     @property
     def is_remote(self) -> bool:
         return self.where == "network"
@@ -116,6 +119,10 @@ class SourceKind(ABC):
     def ports_of(self, source: str) -> frozenset[int]:
         """Return the TCP ports to connect to, where the source itself names a server."""
         return frozenset()
+
+    def server_of(self, source: str) -> str:
+        """Return the URL of the server that requests for the source go to; empty: unknown."""
+        return ""
 
     def find(self, source: str, field: str) -> Path | None:
         """Return the path on this machine, or None: the source is fetched into the store. Raises `SourceError`."""

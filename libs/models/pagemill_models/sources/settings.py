@@ -13,6 +13,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
 import orjson
 
@@ -86,6 +87,18 @@ def s3_settings() -> S3Settings:
 
 def s3_region() -> str | None:
     return os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+
+
+def proxy_of(url: str) -> str | None:
+    """Return the proxy for requests to a URL, as the libraries read it from `HTTPS_PROXY` and its kind."""
+    from urllib.request import getproxies_environment, proxy_bypass_environment
+
+    parts = urlsplit(url)
+    proxies = getproxies_environment()
+    proxy = proxies.get(parts.scheme) or proxies.get("all")
+    if not proxy or proxy_bypass_environment(parts.hostname or "", proxies):
+        return None
+    return proxy if "://" in proxy else f"http://{proxy}"
 
 
 def google_is_signed() -> bool:

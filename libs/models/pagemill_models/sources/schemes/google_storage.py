@@ -30,6 +30,9 @@ class GoogleStorage(SourceKind):
         at = parse_bucket(source)
         return at.file if at else None
 
+    def server_of(self, source: str) -> str:
+        return "" if settings.google_endpoint_is_plain() else "https://storage.googleapis.com"
+
     def open(self, source: str) -> Repository:
         try:
             from obstore.exceptions import BaseError

@@ -48,6 +48,7 @@ class HuggingFace(SourceKind):
     )
     credentials = (Credential("HF_TOKEN"),)
     variables = ("HF_ENDPOINT",)
+    unreachable = "HubUnreachable"
 
     def fault(self, source: str) -> str | None:
         if HUB_SOURCE.fullmatch(source.removeprefix("hf://")):
@@ -60,6 +61,11 @@ class HuggingFace(SourceKind):
 
     def file_of(self, source: str) -> str | None:
         return parse_hub_source(source).file
+
+    def server_of(self, source: str) -> str:
+        from huggingface_hub import constants
+
+        return constants.ENDPOINT
 
     def find(self, source: str, field: str) -> Path | None:
         """Return the model in the library's cache, if another program has fetched it completely."""

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from pagemill_models.adapters.limits import ADAPTER_CONFIG
 from pagemill_models.sources.base import Credential, Listing, RemoteFile, Repository, SourceKind
-from pagemill_models.sources.schemes.registry_client import RegistryClient
+from pagemill_models.sources.schemes.registry_client import RegistryClient, registry_url
 from pagemill_models.sources.settings import DOCKER_CONFIG_CONTENT
 from pagemill_protocol.source_errors import FetchError
 
@@ -63,6 +63,10 @@ class OCIRegistry(SourceKind):
         reference = parse_reference(source)
         _, separator, port = reference.host.partition(":") if reference else ("", "", "")
         return frozenset({int(port)}) if separator else frozenset()
+
+    def server_of(self, source: str) -> str:
+        reference = parse_reference(source)
+        return registry_url(reference.host) if reference else ""
 
     def open(self, source: str) -> Repository:
         self.check(source, "model.source")

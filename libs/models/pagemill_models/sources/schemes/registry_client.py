@@ -42,7 +42,7 @@ class RegistryClient:
         self._repository = repository
         self._name = name
         self._headers: dict[str, str] = {}
-        self._base = f"{'http' if is_plain_registry(host) else 'https'}://{host}/v2/{repository}"
+        self._base = f"{registry_url(host)}/v2/{repository}"
         self._client: Any = None
 
     def manifest(self, reference: str) -> tuple[dict[str, Any], str]:
@@ -159,3 +159,7 @@ class RegistryClient:
                 f"{self._name}: {self._host} cannot be reached or does not answer as it should ({cause}). Check the "
                 "network and the registry's name.",
             ) from error
+
+
+def registry_url(host: str) -> str:
+    return f"{'http' if is_plain_registry(host) else 'https'}://{host}"

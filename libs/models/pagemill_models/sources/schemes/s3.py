@@ -37,6 +37,10 @@ class S3(SourceKind):
         at = parse_bucket(source)
         return at.file if at else None
 
+    def server_of(self, source: str) -> str:
+        region = settings.s3_region() or DEFAULT_REGION
+        return settings.s3_settings().endpoint or f"https://s3.{region}.amazonaws.com"
+
     def open(self, source: str) -> Repository:
         try:
             from obstore.store import S3Store

@@ -25,6 +25,7 @@ from pagemill_models.sources.store.checks import HEADS, check_complete, check_he
 from pagemill_models.sources.store.faults import explain_disk
 from pagemill_models.sources.store.folder import ModelFolder
 from pagemill_models.sources.store.part import PartFile
+from pagemill_models.sources.store.reach import check_reachable
 from pagemill_protocol.source_errors import FetchError, SourceError
 
 TRANSIENT = frozenset({"HubUnreachable", "SourceUnreachable"})
@@ -93,6 +94,7 @@ class Fetch:
         """Fetch the model and publish its folder. Raises `FetchError` or `OSError`."""
         with _as_fetch_error():
             repository = self._kind.open(self._source)
+            check_reachable(self._kind, self._source)
         with closing(repository):
             self._run(repository)
 

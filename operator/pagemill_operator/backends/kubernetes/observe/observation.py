@@ -33,6 +33,8 @@ LOADER_POD_S = 15.0
 """Seconds that a Job may be without a pod before that is a fault."""
 PROGRESS_S = 5.0
 """Seconds between two reads of a loader's progress."""
+UNREACHABLE = ("HubUnreachable", "SourceUnreachable")
+"""Reasons of loaders and engines that get no answer from a source."""
 OLDER = "older"
 """The digest of pods that were not made from the plan."""
 
@@ -91,8 +93,8 @@ def _replicas(snapshot: Snapshot, plan: Plan | None, now: datetime | None) -> li
         is_current = current is not None and _annotations(pod).get(TEMPLATE_ANNOTATION) == current
         digest = plan.groups[0].digest if plan and is_current else OLDER
         sleeps = pod["metadata"].get("uid") in snapshot.asleep
-        seen = observe_pod(pod, ENGINE, digest, process, sleeps=sleeps)
-        observed.append(_with_claim(snapshot, seen, now))
+        seen = observe_pod(pod, ENGINE, digest, process, sleeps=sleeps, loads=bool(snapshot.progress))
+        observed.append(_with_policy(snapshot, _with_claim(snapshot, seen, now)))
     return observed
 
 
@@ -114,7 +116,7 @@ def _loader(snapshot: Snapshot, plan: Plan, now: datetime | None) -> ReplicaObse
     job = snapshot.child("Job", name)
     pods = [pod for pod in snapshot.component_pods(LOADER) if job is not None and controls(job, pod)]
     if pods:
-        seen = _with_claim(snapshot, observe_pod(pods[-1], LOADER, "", _loader_process(plan)), now)
+        seen = _with_claim(snapshot, _observe_loader(pods[-1], snapshot, plan), now)
         if seen.live:
             return seen
     if job and (failed := _is_true(job, "Failed")):
@@ -127,6 +129,23 @@ def _loader(snapshot: Snapshot, plan: Plan, now: datetime | None) -> ReplicaObse
         )
         return ReplicaObservation(name, "pending", "", "PodsNotCreated", message)
     return ReplicaObservation(name, "starting")
+
+
+def _observe_loader(pod: Manifest, snapshot: Snapshot, plan: Plan) -> ReplicaObservation:
+    seen = observe_pod(pod, LOADER, "", _loader_process(plan), loads=bool(snapshot.progress))
+    return _with_policy(snapshot, seen)
+
+
+def _with_policy(snapshot: Snapshot, seen: ReplicaObservation) -> ReplicaObservation:
+    """Name the policy that may keep a pod from its source: the pod itself only sees that no connection opens."""
+    if seen.reason not in UNREACHABLE:
+        return seen
+    policy = (
+        f"The NetworkPolicy {engine_name(snapshot.name)} lets the pods reach DNS, and the ports of the source and of "
+        "proxies in the engines' environment; operator.settings.engine_extra_egress of the chart adds others, and "
+        "other policies of the namespace (kubectl get networkpolicy) may forbid more"
+    )
+    return replace(seen, message=f"{seen.message.rstrip('. ')}. {policy}")
 
 
 def _waits_for_its_pod(job: Manifest) -> bool:

@@ -27,13 +27,21 @@ CLOCK_STEP = timedelta(seconds=1)
 
 
 def observe_pod(
-    pod: Manifest, main: str, digest: str, process: Process | None, *, sleeps: bool = False
+    pod: Manifest,
+    main: str,
+    digest: str,
+    process: Process | None,
+    *,
+    sleeps: bool = False,
+    loads: bool = False,
 ) -> ReplicaObservation:
     """Return the replica of a pod.
 
-    `main` is the name of the pod's main container, `process` the planned process if known, and `sleeps` whether
-    gateways report that the engine sleeps.
+    `main` is the name of the pod's main container, `process` the planned process if known, `sleeps` whether gateways
+    report that the engine sleeps, and `loads` whether bytes arrive in this run of the loader: until then, a loader that
+    runs again keeps the cause for which it ended.
     """
+    pod = _without_past(pod) if loads else pod
     phase, cause = _phase(pod, main, process, sleeps)
     name = str(pod["metadata"]["name"])
     return ReplicaObservation(name, phase, digest, *(cause or ("", "")), ready_at=_ready_at(pod))
@@ -41,7 +49,15 @@ def observe_pod(
 
 def runs_loader(pod: Manifest) -> bool:
     """Whether the loader runs in this pod, on its own or before an engine."""
-    return any(each["name"] == LOADER and "running" in each.get("state", {}) for each in _container_statuses(pod))
+    return loader_run(pod) is not None
+
+
+def loader_run(pod: Manifest) -> int | None:
+    """Return how often the loader that runs in this pod was started again, or None if none runs."""
+    for each in _container_statuses(pod):
+        if each["name"] == LOADER and "running" in each.get("state", {}):
+            return int(each.get("restartCount", 0))
+    return None
 
 
 def ordered_state(pod: Manifest) -> OrderedState | None:
@@ -63,9 +79,28 @@ def _phase(pod: Manifest, main: str, process: Process | None, sleeps: bool) -> t
     if not pod.get("spec", {}).get("nodeName"):
         return "pending", _why_pending(pod, process)
     if _condition(pod, "Ready").get("status") == "True":
+        if main == LOADER and (cause := _last_failure(pod)):
+            return "crashed", cause
         # The kubelet probes once a second and needs three equal results, so a sleeping pod may still be marked ready.
         return "asleep" if sleeps else "ready", None
     return _on_node(pod, main, sleeps)
+
+
+def _last_failure(pod: Manifest) -> Cause | None:
+    """Return why the loader's run before this one ended, or None if this is the first one."""
+    status = next((each for each in _container_statuses(pod) if each["name"] == LOADER), {})
+    return ended_cause(status) if status.get("lastState", {}).get("terminated") else None
+
+
+def _without_past(pod: Manifest) -> Manifest:
+    """Return the pod without how its loader ended before."""
+    status = {
+        name: [each if each["name"] != LOADER else {**each, "lastState": {}} for each in value]
+        if name in ("initContainerStatuses", "containerStatuses")
+        else value
+        for name, value in pod.get("status", {}).items()
+    }
+    return {**pod, "status": status}
 
 
 def _ready_at(pod: Manifest) -> float:

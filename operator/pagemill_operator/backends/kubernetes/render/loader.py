@@ -5,6 +5,7 @@ Credentials appear in the loader only.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from pagemill_models.sources import find_kind
@@ -19,11 +20,11 @@ from pagemill_operator.backends.kubernetes.render.model import (
     model_volume,
 )
 from pagemill_operator.backends.kubernetes.render.names import LOADER, child, claim_name, digest, labels
-from pagemill_operator.backends.kubernetes.render.overrides import merge
+from pagemill_operator.backends.kubernetes.render.overrides import engine_override, merge
 from pagemill_operator.backends.kubernetes.render.placement import common_spec, loader_placement
 from pagemill_operator.backends.kubernetes.render.security import container_security
 from pagemill_operator.backends.kubernetes.snapshot import Manifest, Owner, RenderContext
-from pagemill_operator.plan.pod_template import MODEL_PATH
+from pagemill_operator.plan.pod_template import MODEL_PATH, OWN_VOLUMES
 from pagemill_operator.plan.types import ModelCachePlan, Plan, SecretKey
 
 MODULE = "pagemill_engine.fetching"
@@ -46,6 +47,8 @@ PLACEMENT_OVERRIDES = (
     "tolerations",
 )
 """Pod template overrides that also apply to the loader: where it runs and how it reaches the network."""
+BOUND_VOLUMES = ("persistentVolumeClaim", "ephemeral")
+"""Kinds of volumes that the loader does not mount: another pod may need them, or each pod gets its own."""
 
 
 def loader_name(plan: Plan) -> str | None:
@@ -102,7 +105,11 @@ def loader_container(plan: Plan, context: RenderContext) -> dict[str, Any]:
         "securityContext": container_security(),
         "terminationMessagePath": TERMINATION_LOG,
         "terminationMessagePolicy": "File",
-        "volumeMounts": [{"name": "model", "mountPath": MODEL_PATH}, {"name": "tmp", "mountPath": "/tmp"}],
+        "volumeMounts": [
+            {"name": "model", "mountPath": MODEL_PATH},
+            {"name": "tmp", "mountPath": "/tmp"},
+            *_own_mounts(group.template),
+        ],
     }
 
 
@@ -117,8 +124,11 @@ def _arguments(plan: Plan) -> list[str]:
 
 
 def _environment(plan: Plan) -> list[dict[str, Any]]:
-    """Return the engine's variables (a mirror, a proxy), overridden by the credentials."""
-    variables = environment(plan.groups[0].process)
+    """Return the engine's variables (a mirror, a proxy, a private authority), overridden by the credentials."""
+    group = plan.groups[0]
+    variables: list[dict[str, Any]] = merge(
+        environment(group.process), engine_override(group.template).get("env") or [], "env"
+    )
     if plan.credentials is None:
         return variables
     given = [_from_secret(credential, plan.credentials) for credential in find_kind(plan.source).credentials]
@@ -139,4 +149,16 @@ def _overrides(template: dict[str, Any]) -> dict[str, Any]:
     # A claim of a name binds its pods to one node; one from a template would reserve another device for the loader.
     shared = [each for each in pod.get("resourceClaims") or [] if "resourceClaimName" in each]
     spec |= {"resourceClaims": shared} if shared else {}
+    mounted = {mount["name"] for mount in _own_mounts(template)}
+    spec["volumes"] = [volume for volume in pod.get("volumes") or [] if volume.get("name") in mounted]
     return {"metadata": template.get("metadata") or {}, "spec": spec}
+
+
+def _own_mounts(template: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the mounts that the resource adds to its engine, such as a private authority's, of volumes that any number
+    of pods may have."""
+    volumes = (template.get("spec") or {}).get("volumes") or []
+    shared = {volume.get("name") for volume in volumes if not any(volume.get(kind) for kind in BOUND_VOLUMES)}
+    for mount in engine_override(template).get("volumeMounts") or []:
+        if mount.get("name") in shared - OWN_VOLUMES.keys():
+            yield mount

@@ -10,6 +10,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from pagemill_models.sources import find_kind, in_full
 from pagemill_operator.backends.kubernetes.render.names import child, engine_name, selector
+from pagemill_operator.backends.kubernetes.render.overrides import engine_override
 from pagemill_operator.backends.kubernetes.snapshot import OWNER_LABEL, Manifest, Owner, RenderContext
 from pagemill_operator.plan.types import Plan
 from pagemill_protocol.engine_ports import CONTROL_PORT, DATA_PORT, TLS_CONTROL_PORT, TLS_DATA_PORT
@@ -88,16 +89,19 @@ def _egress(plan: Plan, namespace: str) -> Iterator[dict[str, Any]]:
     remote = {source: kind for source, kind in kinds.items() if kind.is_remote}
     if not remote:
         return
-    process = plan.groups[0].process
+    group = plan.groups[0]
+    given = engine_override(group.template).get("env") or []
+    values = group.process.environment | {each["name"]: str(each["value"]) for each in given if each.get("value")}
+    hidden = {*group.process.environment_from, *(each["name"] for each in given if each.get("valueFrom"))}
     variables = PROXY_VARIABLES.union(*(kind.variables for kind in remote.values()))
     anywhere = [
         {"ipBlock": {"cidr": "0.0.0.0/0", "except": ["169.254.0.0/16"]}},
         {"ipBlock": {"cidr": "::/0", "except": ["fe80::/10"]}},
     ]
-    if any(name.upper() in variables for name in process.environment_from):
+    if any(name.upper() in variables for name in hidden):
         yield {"to": anywhere, "ports": [{"protocol": "TCP"}]}  # the port is in a Secret
         return
-    urls = [_parts(value) for name, value in process.environment.items() if name.upper() in variables]
+    urls = [_parts(value) for name, value in values.items() if name.upper() in variables]
     source_ports = {source: kind.ports_of(source) for source, kind in remote.items()}
     ports = {443, *map(_port_of, urls), *(port for ports in source_ports.values() for port in ports)}
     yield {"to": anywhere, "ports": [_port(number) for number in sorted(ports)]}

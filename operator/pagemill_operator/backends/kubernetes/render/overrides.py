@@ -10,6 +10,8 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from pagemill_operator.plan.pod_template import CONTAINER
+
 MERGE_KEYS = {
     "containers": "name",
     "initContainers": "name",
@@ -38,6 +40,12 @@ def merge(base: Any, override: Any, field: str = "") -> Any:
     if isinstance(base, list) and isinstance(override, list):
         return _merge_lists(base, override, field)
     return _without_nulls(override)
+
+
+def engine_override(template: dict[str, Any]) -> dict[str, Any]:
+    """Return what a pod template overrides of the engine's container; empty for nothing."""
+    containers = (template.get("spec") or {}).get("containers") or []
+    return next((each for each in containers if each.get("name") == CONTAINER), {})
 
 
 def _merge_objects(base: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]:
