@@ -18,6 +18,7 @@ from pagemill_models.files.safetensors_header import INDEX_FILE, MAX_HEADER_BYTE
 from pagemill_models.sources.base import Listing, ReadsRanges, RemoteFile, Repository
 from pagemill_models.sources.registry import find_kind, in_full
 from pagemill_models.sources.selection import select_files
+from pagemill_models.sources.store.reach import check_reachable
 from pagemill_protocol.source_errors import FetchError, SourceError
 
 CONFIG_FILES = frozenset(
@@ -60,6 +61,7 @@ def fetch_header(source: str, folder: Path, field: str = "model.source") -> Path
     try:
         repository = kind.open(written)
         try:
+            check_reachable(kind, written)
             return _Header(repository, repository.list_files(), folder).fetch(kind.file_of(written))
         finally:
             repository.close()

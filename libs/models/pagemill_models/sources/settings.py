@@ -91,12 +91,12 @@ def s3_region() -> str | None:
 
 def proxy_of(url: str) -> str | None:
     """Return the proxy for requests to a URL, as the libraries read it from `HTTPS_PROXY` and its kind."""
-    from urllib.request import getproxies_environment, proxy_bypass_environment
+    from urllib.request import getproxies_environment, proxy_bypass
 
     parts = urlsplit(url)
     proxies = getproxies_environment()
     proxy = proxies.get(parts.scheme) or proxies.get("all")
-    if not proxy or proxy_bypass_environment(parts.hostname or "", proxies):
+    if not proxy or proxy_bypass(parts.hostname or ""):
         return None
     return proxy if "://" in proxy else f"http://{proxy}"
 

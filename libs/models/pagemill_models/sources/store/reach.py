@@ -1,7 +1,7 @@
 """Finds within seconds that no connection to a source's server opens, as behind a network policy that drops packets.
 
 The libraries that fetch wait and retry for minutes then. Through a proxy, the connection to the proxy is tried. `fetch`
-calls this before it lists the files.
+and `headers` call this before they list the files.
 """
 
 from __future__ import annotations
