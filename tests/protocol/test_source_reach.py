@@ -54,7 +54,7 @@ def test_a_refused_connection_names_source_server_and_port(monkeypatch: pytest.M
     port = closed_port()
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
     found = fault()
-    assert found.startswith(f"SourceUnreachable: `{SOURCE}`: no connection to http://127.0.0.1:{port} (port {port}): ")
+    assert found.startswith(f"SourceUnreachable: `{SOURCE}`: http://127.0.0.1:{port} cannot be reached (port {port}: ")
     assert "network policies" in found
 
 
@@ -72,7 +72,7 @@ def test_a_silent_server_or_resolver_is_waited_for_shortly(monkeypatch: pytest.M
     found = fault(find_kind("oci://registry.example.org:5000/team/m:v1"), "oci://registry.example.org:5000/team/m:v1")
     release.set()
     assert time.monotonic() - before < 30
-    assert "https://registry.example.org:5000 (port 5000): no answer within 0.05 s" in found
+    assert "https://registry.example.org:5000 cannot be reached (port 5000: no answer within 0.05 s)" in found
 
 
 def test_through_a_proxy_the_proxy_is_tried(monkeypatch: pytest.MonkeyPatch, listener: int) -> None:

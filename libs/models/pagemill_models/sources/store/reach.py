@@ -27,9 +27,9 @@ def check_reachable(kind: SourceKind, source: str) -> None:
         return
     host, port = parts.hostname, parts.port or (80 if parts.scheme == "http" else 443)
     if cause := _cause(host, port):
-        what = f"the proxy {host} at port {port}" if proxy else f"{server} (port {port})"
+        what = f"the proxy {host}" if proxy else server
         elsewhere = f", or name another server in {kind.variables[0]}" if kind.variables else ""
-        message = f"`{source}`: no connection to {what}: {cause}"
+        message = f"`{source}`: {what} cannot be reached (port {port}: {cause})"
         raise FetchError(kind.unreachable, f"{message}. Check the network, network policies and proxies{elsewhere}.")
 
 
