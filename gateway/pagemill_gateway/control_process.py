@@ -77,6 +77,7 @@ class ControlProcess:
         """The tokens that the control port accepts."""
         credentials = _credentials(config) if config.discovery == "kubernetes" else None
         self.metrics = ControlProcessMetrics()
+        self.metrics.catalog_own(bool(config.catalog.models))
         self.metrics.control_process_restarted(num_before)
         self.brain = LocalBrain(
             config, first_decision=num_before * DECISION_IDS_PER_PROCESS, generated_token=GeneratedTokens().find

@@ -95,7 +95,7 @@ class Answers:
 
     def __init__(self) -> None:
         self.by_path: dict[str, Any] = {}
-        """Answers by path without the query: text, or an object that is sent as JSON."""
+        """Answers by path, perhaps with the query: text, or an object that is sent as JSON."""
         self.statuses: dict[str, int] = {}
         """Status codes of paths that are not answered with 200."""
         self.asked: list[str] = []
@@ -104,7 +104,7 @@ class Answers:
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 answers.asked.append(self.path)
-                path = self.path.partition("?")[0]
+                path = self.path if self.path in answers.by_path else self.path.partition("?")[0]
                 content = answers.by_path.get(path, {"message": f"no {path}"})
                 body = content if isinstance(content, str) else json.dumps(content)
                 self.send_response(answers.statuses.get(path, 200 if path in answers.by_path else 404))

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import quote
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from waiting import WAIT_LIMIT_S
 
 from pagemill.main import app
 from pagemill.top.display import as_table
+from pagemill.top.sources import GATEWAYS
 from pagemill.top.reading import ClientsView, PodRow, Reading, clients_of, row_of
 from pagemill_operator.backends.local.state_dir import StateDir
 from pagemill_protocol import metrics
@@ -158,6 +160,25 @@ def test_pods_of_a_cluster_are_read_through_its_api_server(answers: Any, kubecon
     assert result.stdout.splitlines()[0].startswith("context here: 1 engine,")
     assert result.stdout.splitlines()[3].split()[:4] == ["prod/chat", "chat-a", "ready", "25%"]
     assert "/api/v1/pods?labelSelector=pagemill.dev/deployment" in answers.asked
+
+
+def test_gateways_and_engines_without_a_node_are_shown_in_a_cluster(answers: Any, kubeconfig: Path) -> None:
+    made = metrics.Metrics(metrics.GATEWAY_METRICS)
+    made.gauge(metrics.GATEWAY_QUEUE_REQUESTS, model="tiny").set(32)
+    gateway = pod("gateway-a")
+    gateway["metadata"] |= {"namespace": "pagemill-system", "labels": {"app.kubernetes.io/component": "gateway"}}
+    without = pod("chat-c", phase="Pending")
+    why = "0/2 nodes are available: 2 Insufficient nvidia.com/gpu."
+    without["status"]["conditions"] = [{"type": "PodScheduled", "reason": "Unschedulable", "message": why}]
+    answers.by_path[PODS] = {"items": [pod("chat-a"), without]}
+    answers.by_path[f"{PODS}?labelSelector={quote(GATEWAYS, safe='/,')}"] = {"items": [gateway]}
+    answers.by_path["/api/v1/namespaces/prod/pods/chat-a:9000/proxy/metrics"] = scraped()
+    path = "/api/v1/namespaces/pagemill-system/pods/gateway-a:9000/proxy/metrics"
+    answers.by_path[path] = made.render().decode()
+    shown = top("--kubeconfig", kubeconfig, "--once").stdout.splitlines()
+    assert shown[1] == "clients: 32 requests waiting in gateways"
+    assert shown[-2].split()[:4] == ["prod/chat", "chat-a", "ready", "25%"]
+    assert shown[-1].split() == ["prod/chat", "chat-c", "pending", *"------", "InsufficientGPU"]
 
 
 def test_a_missing_right_is_named(answers: Any, kubeconfig: Path) -> None:

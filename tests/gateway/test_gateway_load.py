@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -39,8 +39,8 @@ def registry_with(*loads: EngineLoad | None) -> Registry:
     return registry
 
 
-def measured(registry: Registry, now: float) -> DeploymentLoad:
-    (load,) = measure_load(registry, Queues(lambda: 0.0, lambda _: True), TrafficMeter(lambda: now), now)
+def measured(registry: Registry, now: float, policies: Sequence[str] = ()) -> DeploymentLoad:
+    (load,) = measure_load(registry, Queues(lambda: 0.0, lambda _: True), TrafficMeter(lambda: now), [*policies], now)
     return load
 
 
@@ -111,6 +111,12 @@ def test_settings_without_effect_are_those_of_any_engine() -> None:
         frame = StateFrame(sequence=2, snapshot=True, max_model_len=10, unused_settings=names)
         registry.endpoints[str(index)].reports.accept(frame, 0, 102.0)
     assert measured(registry, now=102.0).unused_settings == ["chat_template", "tool_call_parser"]
+
+
+def test_a_gateway_names_its_policies_where_it_lacks_the_deployments() -> None:
+    registry = registry_with(EngineLoad())
+    assert measured(registry, 102.0, ["Auto", "Cost"]).routing_policies == []
+    assert measured(registry, 102.0, ["Cost"]).routing_policies == ["Cost"], "the deployment asks for Auto"
 
 
 def test_start_times_of_each_engine_are_reported_by_its_id() -> None:

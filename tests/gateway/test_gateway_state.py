@@ -147,6 +147,21 @@ async def test_the_tokenizer_of_a_deployment_at_zero_is_kept_until_the_deploymen
     assert digest not in head.bundles
 
 
+async def test_the_log_names_once_an_engine_that_cannot_be_reached(
+    engines, gateways, fake, monkeypatch, caplog
+) -> None:
+    monkeypatch.setattr("pagemill_gateway.discovery.state_streams.SILENT_S", 0.0)
+    await engines[0].kill()
+    gateway = await gateways(engines[0], reconnect_base_s=0.001, reconnect_max_s=0.001, wait=False)
+    observer, phases = gateway.gateway.control.brain.observer, []
+    monkeypatch.setattr(observer, "note_phase", lambda *phase: phases.append(phase))
+    await fake.until(lambda: len(phases) > 3)
+    found = [each.getMessage() for each in caplog.records if "waiting for engine" in each.getMessage()]
+    assert len(found) == 1, caplog.text
+    assert gateway.record(engines[0]).endpoint.control_url in found[0]
+    assert "Connect call failed" in found[0]
+
+
 async def test_an_engine_that_starts_later_is_found(engines, gateways, fake) -> None:
     engine = engines[0]
     await engine.kill()

@@ -152,6 +152,18 @@ def test_nothing_is_removed_while_a_replica_starts_up_to_a_time_limit() -> None:
     assert scaled.decisions[-1].replicas < 3
 
 
+def test_replicas_without_a_node_leave_the_fleet_saturated() -> None:
+    scaled = Scaled(policy(max_replicas=10), replicas=1)
+    scaled.wanted = 3
+    for at_s, reason in ((0.0, "Steady"), (9.0, "Steady"), (10.0, "Saturated")):
+        scaled.now = 1000.0 + at_s
+        stuck = Fleet(wanted=2, ready=1, pending=1, starting_s=at_s)
+        queue = QueueLoad(num_requests=9, num_tokens=BLOCKS * BLOCK_SIZE)
+        decision = scaled.decide(fleet=stuck, engines=engines(1, active=1.0), queue=queue)
+        assert decision.reason == reason, decision
+    assert "no node has room for 1 replica" in decision.message
+
+
 def test_after_a_burst_nothing_is_removed_for_a_minute() -> None:
     scaled = Scaled(policy(down=Direction(0.0)), replicas=5)
     scaled.decide(active=3.9, rate=1.0)

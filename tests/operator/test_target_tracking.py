@@ -33,6 +33,8 @@ BOTH = settings(kv_cache_usage=0.8, queue_depth=4)
         (3, {"active": 2.4, "queue": QueueLoad(num_requests=400)}, 10, "ScaledUp"),
         (3, {"active": 0.5}, 3, "Stabilizing"),
         (12, {"active": 9.6}, 10, "OutOfBounds"),
+        (10, {"active": 10.0}, 10, "AtMaximum"),
+        (10, {"active": 8.0, "waiting": 100}, 10, "AtMaximum"),
     ],
     ids=str,
 )

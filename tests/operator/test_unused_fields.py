@@ -76,6 +76,26 @@ def test_reports_of_gateways_without_a_loaded_engine_decide_nothing() -> None:
     assert loads.unused_settings(KEY) == {"chat_template"}
 
 
+def test_a_routing_policy_that_gateways_lack_is_named_beside_those_that_they_have(deployment: Make) -> None:
+    loads = LoadStore()
+    load = DeploymentLoad(namespace="default", name="chat", routing_policies=["Auto", "RoundRobin"])
+    assert loads.put("old", LoadFrame(sequence=1, deployments=[load])) == {KEY}
+    loads.put("new", frame())
+
+    def condition(policy: str) -> Finding:
+        plan = make_plan(deployment(routing__policy=policy), "kubernetes")
+        seen = Observation(plan, unused_settings=frozenset(), routing_policies=loads.routing_policies(KEY))
+        return next(each for each in find_conditions(seen) if each.type == "FieldsSupported")
+
+    found = condition("RoundRobbin")
+    assert (found.status, found.reason) == ("False", "FieldNotSupported")
+    assert found.message.startswith("spec.routing.policy 'RoundRobbin' has no effect: ")
+    assert "they have Auto, RoundRobin: choose one of them" in found.message
+    assert condition("RoundRobin").status == "True", "the report is older than the spec"
+    assert loads.put("old", frame()) == {KEY}, "the status must be written"
+    assert condition("RoundRobbin").status == "True"
+
+
 def write_embedding_model(folder: Path) -> str:
     """Write a model whose last token is its embedding; return its source."""
     write_light_model(folder)
@@ -95,17 +115,18 @@ async def test_settings_that_a_real_engine_reports_reach_the_condition_and_the_l
     machine: Machine, tmp_path: Path
 ) -> None:
     fields = {"chatTemplate": "{{ messages }}", "toolCallParser": "hermes", "source": write_embedding_model(tmp_path)}
-    plan = machine.plan(model=fields, engine__extraArgs=["--num-kv-blocks=64"])
+    plan = machine.plan(model=fields, engine__extraArgs=["--num-kv-blocks=64"], routing__policy="LeastRequests")
 
     def condition() -> Finding:
         return next(each for each in machine.findings(plan) if each.type == "FieldsSupported")
 
     await machine.backend.apply([plan])
     assert condition().status == "Unknown"
-    await machine.until(lambda: condition().status != "Unknown")
+    await machine.until(lambda: "spec.model.chatTemplate" in condition().message)
     found = condition()
     assert (found.status, found.reason) == ("False", "FieldNotSupported")
-    for field in ("spec.model.chatTemplate", "spec.model.toolCallParser"):
+    assert "they have Auto, Cost, LeastRequest, RoundRobin, " in found.message
+    for field in ("spec.model.chatTemplate", "spec.model.toolCallParser", "spec.routing.policy 'LeastRequests'"):
         assert field in found.message
         assert any(field in event.message for event in machine.events)
     await machine.until(lambda: machine.ready(plan))

@@ -228,6 +228,8 @@ ALERT_CASES = [
     AlertCase("PagemillErrorBudgetBurnsSlowly", BUDGETS | {FAILED: "0x20 3x40", ANSWERED: "0+1x60"}, False),
     AlertCase("PagemillObjectivesMissing", SOME_READY, True),
     AlertCase("PagemillObjectivesMissing", SOME_READY | BUDGETS | {MAX: "1x60"}, False),
+    AlertCase("PagemillObjectivesMissing", SOME_READY | {"pagemill_gateway_catalog_own": "1x60"}, False),
+    AlertCase("PagemillObjectivesMissing", SOME_READY | {"pagemill_gateway_catalog_own": "0x60"}, True),
     AlertCase("PagemillSaturationSoon", READY | {KV: "0+0.01x90", MAX: "1x90"}, True, 75),
     AlertCase("PagemillSaturationSoon", READY | {KV: "0+0.01x90", MAX: "8x90"}, False, 75),
     AlertCase("PagemillSaturationSoon", FALLING, False),

@@ -108,7 +108,7 @@ def own_metrics(target: ScrapeTarget, text: str) -> Iterator[CheckResult]:
     if text:
         yield ok(f"metrics of deployments {address}", "are served")
         return
-    remedy = "restart `pagemill up`; without them, rules take their defaults"
+    remedy = "restart `pagemill up`; without them, rules have no objectives and no maximum of replicas"
     yield CheckResult("error", f"metrics of deployments {address}", "are not served", remedy)
 
 

@@ -24,6 +24,8 @@ class Reading:
     text: str = ""
     fault: str = ""
     """The cause, if the pod's metrics could not be read."""
+    phase: str = "unreachable"
+    """The pod's phase in that case."""
     values: dict[str, float] = field(init=False)
     """For each metric's exported name, the sum of its series."""
     model: str = field(init=False)
@@ -50,7 +52,7 @@ class PodRow:
     pod: str
     model: str
     phase: str
-    """ready, starting, sleeping, draining or unreachable."""
+    """ready, starting, sleeping, draining, unreachable, or pending: no node has room for it."""
     kv: float | None = None
     """Share of the KV cache in use, 0 to 1."""
     running: float | None = None
@@ -66,7 +68,7 @@ class PodRow:
 
 @dataclass(frozen=True)
 class ClientsView:
-    """What clients of the gateways on this machine see."""
+    """What clients of a gateway see."""
 
     waiting: float
     """Requests that wait in gateways until an engine has capacity."""
@@ -89,7 +91,7 @@ def clients_of(before: Reading | None, now: Reading) -> ClientsView | None:
 def row_of(before: Reading | None, now: Reading) -> PodRow:
     """Return the pod's row. `before` is the pod's previous reading, if there is one."""
     if now.fault:
-        return PodRow(now.deployment, now.pod, "", "unreachable", fault=now.fault)
+        return PodRow(now.deployment, now.pod, "", now.phase, fault=now.fault)
     tokens = ttft_ms = accepted = None
     if before is not None and not before.fault and now.at_s > before.at_s:
         generated = _increase(before, now, metrics.GENERATION_TOKENS.exported_name)

@@ -18,9 +18,11 @@ from pagemill.top.reading import Reading
 from pagemill_kube.client import Client
 from pagemill_kube.errors import ApiError, Unreachable
 from pagemill_operator.backends.kubernetes.kinds import POD
+from pagemill_operator.backends.kubernetes.observe.scheduling import unschedulable
 from pagemill_operator.backends.kubernetes.snapshot import OWNER_LABEL, Manifest
 from pagemill_operator.backends.local.state_dir import TARGETS_FILE, ScrapeTarget, running
 
+GATEWAYS = "app.kubernetes.io/part-of=pagemill,app.kubernetes.io/component=gateway"
 TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 
 
@@ -33,8 +35,8 @@ class Source(Protocol):
     """The source's description for the output."""
 
     async def read(self) -> list[Reading]:
-        """Return a reading of every engine, including those that do not respond, and of gateways on this machine, which
-        have no pod. Raises `TopError`."""
+        """Return a reading of every engine, including those that do not respond, and of every gateway, with an empty
+        name of the pod. Raises `TopError`."""
 
     async def close(self) -> None: ...
 
@@ -86,8 +88,18 @@ class ClusterPods:
             raise TopError(f"{self.where}: the API server refuses: {error}; {remedy}") from None
         except Unreachable as error:
             raise TopError(f"{self.where}: the API server cannot be reached: {error}") from None
-        pods = [(pod, port) for pod in listed.get("items", []) if (port := _control_port(pod)) is not None]
-        return list(await asyncio.gather(*(self._read(pod, port) for pod, port in pods)))
+        pods = [*listed.get("items", []), *await self._gateways()]
+        engines = [(pod, port) for pod in pods if (port := _control_port(pod)) is not None]
+        found = await asyncio.gather(*(self._read(pod, port) for pod, port in engines if _runs(pod)))
+        return [*found, *(reading for pod, _ in engines if (reading := _without_node(pod)) is not None)]
+
+    async def _gateways(self) -> list[Manifest]:
+        """Return the gateways' pods, of any namespace; none where the user may not list them."""
+        try:
+            listed = await self._client.get("/api/v1/pods", {"labelSelector": GATEWAYS})
+        except (ApiError, Unreachable):
+            return []
+        return list(listed.get("items", []))
 
     async def _read(self, pod: Manifest, port: int) -> Reading:
         metadata, text, fault = pod["metadata"], "", ""
@@ -99,7 +111,9 @@ class ClusterPods:
             fault = f"{error}; you need the right to get pods/proxy" if error.status == 403 else str(error)
         except Unreachable as error:
             fault = str(error)
-        return Reading(name, f"{namespace}/{metadata['labels'][OWNER_LABEL]}", time.monotonic(), text, fault)
+        if OWNER_LABEL not in _labels(pod):
+            return Reading("", f"{namespace}/{name}", time.monotonic(), text, fault)
+        return Reading(name, _deployment(pod), time.monotonic(), text, fault)
 
     async def close(self) -> None:
         await self._client.close()
@@ -129,9 +143,29 @@ def local_targets(runtime_folder: Path) -> list[ScrapeTarget]:
     return found
 
 
+def _runs(pod: Manifest) -> bool:
+    return bool(pod.get("status", {}).get("phase") == "Running")
+
+
+def _without_node(pod: Manifest) -> Reading | None:
+    """Return the reading of an engine that no node has room for, with the reason; None: it has a node."""
+    for each in pod.get("status", {}).get("conditions", []):
+        if each.get("type") == "PodScheduled" and each.get("reason") == "Unschedulable" and OWNER_LABEL in _labels(pod):
+            reason = unschedulable(each.get("message", ""), None).reason
+            return Reading(pod["metadata"]["name"], _deployment(pod), time.monotonic(), "", reason, "pending")
+    return None
+
+
+def _labels(pod: Manifest) -> dict[str, str]:
+    labels: dict[str, str] = pod["metadata"]["labels"]
+    return labels
+
+
+def _deployment(pod: Manifest) -> str:
+    return f"{pod['metadata']['namespace']}/{_labels(pod)[OWNER_LABEL]}"
+
+
 def _control_port(pod: dict[str, Any]) -> int | None:
-    """Return the pod's control port; `None` if the pod does not run or is not an engine, such as a loader."""
-    if pod.get("status", {}).get("phase") != "Running":
-        return None
+    """Return the pod's control port; `None` if the pod is neither an engine nor a gateway, such as a loader."""
     ports = [port for container in pod["spec"]["containers"] for port in container.get("ports", [])]
     return next((int(port["containerPort"]) for port in ports if port.get("name") == "control"), None)

@@ -72,9 +72,10 @@ def _details(record: Record) -> list[str]:
     fleet, queue = signals.fleet, signals.queue
     start = "no cold start seen yet" if fleet.cold_start_s is None else f"a cold start takes {fleet.cold_start_s:.0f} s"
     asleep = f", {fleet.asleep} sleeping" if fleet.asleep else ""
+    pending = f" ({fleet.pending} without a node)" if fleet.pending else ""
     rows = [
         ("policy", f"{settings.policy}, mode {settings.mode}, {settings.lowest} to {settings.max_replicas} replicas"),
-        ("replicas", f"{fleet.wanted} desired: {fleet.ready} ready, {fleet.starting} starting{asleep}; {start}"),
+        ("replicas", f"{fleet.wanted} desired: {fleet.ready} ready, {fleet.starting} starting{pending}{asleep}; {start}"),
         (
             "gateways",
             f"{signals.num_reporting} of {signals.num_gateways} reporting; {queue.num_requests} requests queued",

@@ -34,7 +34,7 @@ class RoutingSection(Section):
     fewest requests; `RoundRobin` takes turns; `PowerOfTwo` chooses the less busy of two random
     replicas; `PrefixHash` is KubeAI's consistent hashing with bounded loads; `Weighted322` is the default profile of
     llm-d. Packages can register others with the gateway; where a gateway has no policy of the name, its default
-    decides, and its log says so."""
+    decides, and the condition `FieldsSupported` names the policies that it has."""
     weight: Annotated[int, Field(ge=0, le=1000)] | None = None
     """Share of the requests, relative to the other weights, when several LLMDeployments serve one model name (canary).
     Without it, a second LLMDeployment with the same name is refused with reason `NameConflict`."""

@@ -94,7 +94,7 @@ class LocalBrain:
         )
         parts = (self.registry, self.placement, self.queues, self.recovery, self.poison_detection, self.traffic, clock)
         self.observer = Observer(*parts, keeps_terminating=keeps_terminating)
-        self.reader = Reader(*parts)
+        self.reader = Reader(*parts, self._policies.names)
 
     def resolve(self, model: str) -> Target:
         """Return the target like `look_up`, without a coroutine."""

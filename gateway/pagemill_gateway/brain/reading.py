@@ -25,6 +25,7 @@ class Reader:
         poison_detection: PoisonDetection,
         traffic: TrafficMeter,
         clock: Callable[[], float],
+        routing_policies: list[str],
     ) -> None:
         self.registry = registry
         self.placement = placement
@@ -33,6 +34,7 @@ class Reader:
         self.poison_detection = poison_detection
         self._traffic = traffic
         self._clock = clock
+        self._routing_policies = routing_policies
 
     def state_age_s(self, record: EndpointRecord) -> float | None:
         """Return the age of the latest report in seconds; None if there was none."""
@@ -44,7 +46,7 @@ class Reader:
 
     def load(self) -> list[DeploymentLoad]:
         """Return the load of each deployment for the load stream."""
-        return measure_load(self.registry, self.queues, self._traffic, self._clock())
+        return measure_load(self.registry, self.queues, self._traffic, self._routing_policies, self._clock())
 
     def phase(self, record: EndpointRecord) -> str:
         """Return `EndpointRecord.phase_at`; `ejected` for an ejected endpoint that is `stale` or `ready`."""

@@ -61,6 +61,8 @@ STREAM_FAULTS = (
 READYZ_TIMEOUT_S = 1.0
 READYZ_MAX_BYTES = 64 * 1024
 MAX_DETAIL_CHARS = 300
+SILENT_S = 5.0
+"""After this time the log says that an engine cannot be reached; one that starts usually takes less."""
 WRONG_TOKEN = "/internal/state answered 401: the engine does not accept the token; set engine_token to one that it does"
 
 
@@ -128,7 +130,7 @@ class StateStreams:
 
     async def _follow(self, endpoint_id: str, control_url: str) -> None:
         loop = asyncio.get_running_loop()
-        pause_s, failing_since = self._config.reconnect_base_s, loop.time()
+        pause_s, failing_since, is_logged = self._config.reconnect_base_s, loop.time(), False
         while True:
             progress = _Progress()
             try:
@@ -149,7 +151,7 @@ class StateStreams:
             if progress.num_frames:
                 level = logging.INFO if self._observer.leaving(endpoint_id) else logging.WARNING
                 logger.log(level, "state stream of %s lost: %s", endpoint_id, cause)
-                pause_s, failing_since = self._config.reconnect_base_s, loop.time()
+                pause_s, failing_since, is_logged = self._config.reconnect_base_s, loop.time(), False
             self._asked.add(endpoint_id)
             self._observer.stream_lost(endpoint_id)
             if progress.refused:
@@ -160,6 +162,9 @@ class StateStreams:
                 self._observer.note_phase(endpoint_id, *await fetch_phase(self._session, control_url, cause))
             else:
                 self._observer.note_phase(endpoint_id, "unreachable", cause)
+                if not is_logged and loop.time() - failing_since >= SILENT_S:
+                    logger.warning("waiting for engine %s at %s: %s", endpoint_id, control_url, cause)
+                    is_logged = True
             await self._pause(endpoint_id, pause_s * random.uniform(0.5, 1.0))
             longest_s = max(self._config.reconnect_max_s, (loop.time() - failing_since) * LONG_FAILING_SHARE)
             pause_s = min(longest_s, LONGEST_PAUSE_S, pause_s * 2)

@@ -45,6 +45,9 @@ class ControlProcessMetrics:
     def keys_file_valid(self, valid: bool) -> None:
         self._metrics.gauge(specs.GATEWAY_KEYS_FILE_VALID).set(int(valid))
 
+    def catalog_own(self, own: bool) -> None:
+        self._metrics.gauge(specs.GATEWAY_CATALOG_OWN).set(int(own))
+
     def control_process_restarted(self, times: int) -> None:
         """Count the restarts before this process."""
         self._metrics.counter(specs.GATEWAY_CONTROL_PROCESS_RESTARTS).inc(times)

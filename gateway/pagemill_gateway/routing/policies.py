@@ -54,6 +54,7 @@ class RoutingPolicies:
             raise ValueError(f"there is no routing policy {default[:80]!r}; {self._remedy}")
         self._default = policies[default]
         self._policies = policies | {AUTO: self._default}
+        self.names = [AUTO, *policies]
 
     def named(self, name: str) -> RoutingPolicy:
         """Return the policy with the name; the default for `Auto` and for names that this gateway does not have."""

@@ -153,16 +153,18 @@ def _step(settings: ScalingSettings, signals: Signals, memory: Memory, demand: _
 
 
 def _steady(settings: ScalingSettings, signals: Signals, memory: Memory, demand: _Demand) -> _Step:
-    wanted, most = signals.fleet.wanted, settings.max_replicas
-    if wanted < most:
+    wanted, most, fleet = signals.fleet.wanted, settings.max_replicas, signals.fleet
+    is_stuck = fleet.pending > 0 and fleet.starting_s >= SATURATED_S
+    if wanted < most and not is_stuck:
         return _Step(wanted, "Steady", demand.leading.reason)
-    if demand.unbounded > most or demand.unreachable:
+    if wanted >= most and (demand.unbounded > most or demand.unreachable):
         asked = f"the load needs {replicas_of(demand.unbounded)}" if demand.unbounded > most else demand.unreachable
         return _Step(wanted, "AtMaximum", f"{asked}; maxReplicas is {most}")
     since_s = memory.waiting_since_s
     if since_s is not None and signals.at_s - since_s >= SATURATED_S:
         waits = f"{signals.num_waiting} requests wait, as requests have for {signals.at_s - since_s:.0f} s"
-        return _Step(wanted, "Saturated", f"{waits}; maxReplicas is {most}")
+        cap = f"maxReplicas is {most}" if wanted >= most else f"no node has room for {replicas_of(fleet.pending)}"
+        return _Step(wanted, "Saturated", f"{waits}; {cap}")
     return _Step(wanted, "Steady", demand.leading.reason)
 
 

@@ -35,12 +35,13 @@ class TargetTracking:
     def decide(self, settings: ScalingSettings, signals: Signals, memory: History) -> tuple[Decision, History]:
         now, wanted = signals.at_s, signals.fleet.wanted
         goals = tuple(_goals(with_default_targets(settings), signals))
-        demand = settings.clamp(max(goal.needed for goal in goals))
+        unbounded = max(goal.needed for goal in goals)
+        demand = settings.clamp(unbounded)
         missing = tuple(dict.fromkeys(goal.missing for goal in goals if goal.missing))
         # Without all signals the demand is a lower bound.
         keep_s = max(settings.up.window_s, settings.down.window_s)
         history = memory.at(now).with_demand(now, max(wanted, demand) if missing else demand, keep_s)
-        replicas, reason, message = _follow(settings, signals, history, demand, goals)
+        replicas, reason, message = _follow(settings, signals, history, unbounded, goals)
         decision = Decision(wanted, replicas, reason, message, demand=demand, goals=goals, missing=missing)
         if decision.changes and settings.mode == "Active":
             history = history.changed(now, replicas - wanted)
@@ -117,9 +118,9 @@ def _queue(target: int, signals: Signals) -> Goal:
 
 
 def _follow(
-    settings: ScalingSettings, signals: Signals, history: History, demand: int, goals: Sequence[Goal]
+    settings: ScalingSettings, signals: Signals, history: History, unbounded: int, goals: Sequence[Goal]
 ) -> tuple[int, Reason, str]:
-    wanted, now = signals.fleet.wanted, signals.at_s
+    wanted, now, demand = signals.fleet.wanted, signals.at_s, settings.clamp(unbounded)
     leading = max(goals, key=lambda goal: goal.needed)
     missing = [goal.missing for goal in goals if goal.missing]
     if not settings.lowest <= wanted <= settings.max_replicas:
@@ -127,6 +128,9 @@ def _follow(
         return settings.clamp(wanted), "OutOfBounds", f"{wanted} replicas are out of bounds: {bounds}"
     if missing and demand <= wanted:
         return wanted, "SignalsMissing", f"keeping {replicas_of(wanted)}: {missing[0]}"
+    if unbounded > wanted == settings.max_replicas:
+        asked = f"the load needs {replicas_of(unbounded)}"
+        return wanted, "AtMaximum", f"{asked}: {leading.reason}; maxReplicas is {settings.max_replicas}"
     if demand == wanted:
         return wanted, "Steady", leading.reason
     up_s, down_s = settings.up.window_s, settings.down.window_s

@@ -32,7 +32,7 @@ class _Report(NamedTuple):
         usage = round(100 * engines.kv_cache_usage)
         counts = (usage, engines.num_requests_running, engines.num_requests_waiting, pods.ready, queue.num_requests)
         adapters = [(each.id, *each.adapters) for each in self.load.replicas if each.adapters]
-        return *counts, pods.asleep, *self.load.unused_settings, *adapters
+        return *counts, pods.asleep, *self.load.unused_settings, *self.load.routing_policies, *adapters
 
 
 class LoadStore:
@@ -78,6 +78,10 @@ class LoadStore:
         if not any(load.pods.ready + load.pods.asleep for load in reports):
             return None
         return frozenset(name for load in reports for name in load.unused_settings)
+
+    def routing_policies(self, key: str) -> tuple[str, ...]:
+        """Return the policies of the gateways that lack the deployment's own; empty: none lacks it."""
+        return tuple(dict.fromkeys(name for report in self._of(key) for name in report.load.routing_policies))
 
     def needs_engine(self, key: str) -> bool:
         """Whether a request waits and there is no engine."""

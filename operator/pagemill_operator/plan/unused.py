@@ -1,6 +1,7 @@
-"""Fields of a plan whose effect depends on the kind of the model, which only its engines know.
+"""Fields of a plan whose effect only engines and gateways know: those that depend on the kind of the model, and the
+routing policy, which packages may register.
 
-They report the settings without effect to the gateways. Neighbour: `ignored` finds the fields without effect that the
+Engines report the settings without effect to the gateways. Neighbour: `ignored` finds the fields without effect that the
 spec itself shows.
 """
 
@@ -12,6 +13,7 @@ from pagemill_operator.plan.ignored import short_value
 from pagemill_operator.plan.types import Plan, Problem
 
 _NO_TEXT = "the model generates no text; remove it"
+_CHOOSE = "choose one of them, or install the package that registers the policy where the gateways run"
 _NO_CACHE = "the model computes whole texts without a KV cache; remove it"
 FIELDS = {
     "chat_template": ("spec.model.chatTemplate", _NO_TEXT),
@@ -24,10 +26,14 @@ FIELDS = {
 """Engine setting -> (field of the spec, cause and remedy)."""
 
 
-def unused_fields(plan: Plan, settings: Collection[str]) -> list[Problem]:
-    """Return the fields of the plan among the engine settings that have no effect with its model."""
+def unused_fields(plan: Plan, settings: Collection[str], policies: Collection[str] = ()) -> list[Problem]:
+    """Return the fields of the plan among the engine settings that have no effect with its model, and its routing
+    policy unless it is among the gateways' `policies`; none given: it is."""
     set_here = plan.groups[0].process.settings["engine"]
-    return [
+    policy = plan.served.routing_policy
+    unknown = f"gateways without a policy of this name use their default; they have {', '.join(policies)}: {_CHOOSE}"
+    found = [Problem("spec.routing.policy", policy, unknown)] if policies and policy not in policies else []
+    return found + [
         Problem(field, short_value(set_here[name]), message)
         for name, (field, message) in FIELDS.items()
         if name in settings and name in set_here

@@ -124,7 +124,7 @@ def _fields_supported(seen: Observation) -> Finding:
     """Return False if fields have no effect. Replicas run without them, so this is no cause of `Ready`."""
     if seen.plan is None:
         return Finding("FieldsSupported", "Unknown", "NotPlanned", "the spec cannot be read: see condition Planned")
-    if ignored := [*seen.plan.ignored, *unused_fields(seen.plan, seen.unused_settings or ())]:
+    if ignored := [*seen.plan.ignored, *unused_fields(seen.plan, seen.unused_settings or (), seen.routing_policies)]:
         message = "; ".join(each.as_ignored for each in ignored)
         return Finding("FieldsSupported", "False", "FieldNotSupported", message)
     if seen.unused_settings is None and unused_fields(seen.plan, UNUSED_FIELDS):

@@ -117,6 +117,8 @@ class Observation:
     """The loader's progress, such as `1.2 of 4.0 GiB`; empty if no loader runs or it is unknown."""
     unused_settings: frozenset[str] | None = frozenset()
     """The engines' settings that have no effect with the kind of their model; None until an engine has read it."""
+    routing_policies: tuple[str, ...] = ()
+    """The policies of gateways that lack the deployment's own; empty: none lacks it."""
     requeue_after_s: float | None = None
     """Seconds after which time alone may change the observation; None: never."""
 

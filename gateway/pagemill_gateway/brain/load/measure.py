@@ -31,10 +31,12 @@ BYTES_PER_TOKEN = 3
 """The assumed bytes per token of waiting bodies, before the model's tokenizer is known."""
 
 
-def measure_load(registry: Registry, queues: Queues, traffic: TrafficMeter, now: float) -> list[DeploymentLoad]:
+def measure_load(
+    registry: Registry, queues: Queues, traffic: TrafficMeter, routing_policies: list[str], now: float
+) -> list[DeploymentLoad]:
     """Return one entry per deployment. Stale reports do not count."""
     return [
-        _of_deployment(deployment, queues.state(deployment.key), traffic, now)
+        _of_deployment(deployment, queues.state(deployment.key), traffic, routing_policies, now)
         for deployment in registry.deployments.values()
     ]
 
@@ -54,7 +56,7 @@ def _without_ages(load: DeploymentLoad) -> DeploymentLoad:
 
 
 def _of_deployment(
-    deployment: DeploymentRecord, queue: QueueState, traffic: TrafficMeter, now: float
+    deployment: DeploymentRecord, queue: QueueState, traffic: TrafficMeter, routing_policies: list[str], now: float
 ) -> DeploymentLoad:
     pods = _pods(deployment.records)
     replicas = [_engine_report(record) for record in deployment.records if record.reports.fresh(now)]
@@ -77,6 +79,7 @@ def _of_deployment(
         lengths=traffic.lengths(deployment.key),
         replicas=replicas,
         unused_settings=_unused_settings(deployment.records),
+        routing_policies=[] if deployment.model.routing_policy in routing_policies else routing_policies,
     )
 
 

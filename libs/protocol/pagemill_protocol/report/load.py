@@ -150,6 +150,8 @@ class DeploymentLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """One entry per reporting engine; the engine with the least load is removed first."""
     unused_settings: list[str] = []
     """Settings of which an engine reports that they have no effect with this kind of model."""
+    routing_policies: list[str] = []
+    """The gateway's routing policies where the deployment's own is not among them; empty: it is."""
 
     @property
     def key(self) -> str:

@@ -98,14 +98,15 @@ class KubernetesCluster(Cluster):
         held: Callable[[str], Mapping[str, EngineReport]] = lambda key: {},
         asleep: Callable[[str], frozenset[str]] = lambda key: frozenset(),
         unused_settings: Callable[[str], frozenset[str] | None] = lambda key: frozenset(),
+        routing_policies: Callable[[str], tuple[str, ...]] = lambda key: (),
         progress: Callable[[str], str] = lambda key: "",
         on_write: OnWrite = lambda kind, verb: None,
     ) -> None:
         """Create the backend.
 
         `load`, `held`, `asleep` and `unused_settings` return what gateways report: the load of a key, the load of each
-        of its pods by uid, the uids of its pods that sleep, and its settings without effect. `scaling` returns the
-        autoscaler's state, `progress` the loader's progress. `on_write` is called with the kind and the verb of each
+        of its pods by uid, the uids of its pods that sleep, and its settings without effect; `routing_policies` those
+        of gateways that lack the key's own. `scaling` returns the autoscaler's state, `progress` the loader's progress. `on_write` is called with the kind and the verb of each
         write.
         """
         self._client = client
@@ -116,6 +117,7 @@ class KubernetesCluster(Cluster):
         self._held = held
         self._asleep = asleep
         self._unused_settings = unused_settings
+        self._routing_policies = routing_policies
         self._progress = progress
         self._on_write = on_write
         self._plans: dict[str, Plan | None] = {}
@@ -188,7 +190,8 @@ class KubernetesCluster(Cluster):
 
     def observe(self, key: str) -> Observation:
         seen = observe(self.snapshot(key), self._plans[key], datetime.now(UTC))
-        return replace(seen, scaling=self._scaling(key), unused_settings=self._unused_settings(key))
+        unused, policies = self._unused_settings(key), self._routing_policies(key)
+        return replace(seen, scaling=self._scaling(key), unused_settings=unused, routing_policies=policies)
 
     def plan(self, key: str) -> Plan | None:
         """Return the plan that was carried out last, or None if the spec cannot be read."""

@@ -148,6 +148,7 @@ class LocalBackend(Cluster):
             conflict=deployment.conflict,
             scaling=self._scaling.state(key) if deployment.plan.autoscaling else None,
             unused_settings=self._scaling.unused_settings(key),
+            routing_policies=self._scaling.routing_policies(key),
         )
 
     def _seen_by_gateway(self, replica: Replica) -> ReplicaObservation:
@@ -233,7 +234,7 @@ class LocalBackend(Cluster):
     def _found_unused(self, key: str) -> None:
         if key in self._deployments:
             plan, unused = self._deployments[key].plan, self._scaling.unused_settings(key)
-            for each in unused_fields(plan, unused or ()):
+            for each in unused_fields(plan, unused or (), self._scaling.routing_policies(key)):
                 self._on_event(Event(plan.name, each.as_ignored, time.monotonic() - self._started_s))
             self._on_change()
 

@@ -74,6 +74,9 @@ class LocalScaling:
     def unused_settings(self, key: str) -> frozenset[str] | None:
         return self._loads.unused_settings(key)
 
+    def routing_policies(self, key: str) -> tuple[str, ...]:
+        return self._loads.routing_policies(key)
+
     def load(self) -> list[DeploymentLoad]:
         """Return the load of all deployments, as the gateway reported it last; empty while it does not."""
         return self._loads.latest(GATEWAY)
@@ -107,13 +110,16 @@ class LocalScaling:
             await asyncio.sleep(RETRY_S)
 
     def _report(self, frame: LoadFrame) -> None:
-        before = {load.key: self._loads.unused_settings(load.key) for load in frame.deployments}
+        before = {load.key: self._without_effect(load.key) for load in frame.deployments}
         changed = self._loads.put(GATEWAY, frame)
         for key in changed:
-            if self._loads.unused_settings(key) != before[key]:
+            if self._without_effect(key) != before[key]:
                 self._on_unused(key)
         if any(self._loads.needs_engine(key) for key in changed):
             self._urgent.set()
+
+    def _without_effect(self, key: str) -> tuple[object, ...]:
+        return self._loads.unused_settings(key), self._loads.routing_policies(key)
 
     async def _keep_deciding(self) -> None:
         refreshed_at = -REFRESH_S

@@ -134,6 +134,7 @@ class Leader:
             held=self.loads.held,
             asleep=self.loads.asleep,
             unused_settings=self.loads.unused_settings,
+            routing_policies=self.loads.routing_policies,
             progress=self.progress.text,
             on_write=self._metrics.wrote,
         )
