@@ -112,8 +112,8 @@ ALERTS = [
     ),
     Alert(
         "PagemillObjectivesMissing",
-        "(sum by (model) (pagemill_gateway_endpoints unless on (job, instance) (pagemill_gateway_catalog_own == 1)) > 0) "
-        "unless on (model) "
+        "(sum by (model) (pagemill_gateway_endpoints unless on (job, instance) (pagemill_gateway_catalog_own == 1)) "
+        "> 0) unless on (model) "
         "(sum by (model) (pagemill_deployment_error_budget_ratio) and on (model) "
         "sum by (model) (pagemill_deployment_max_replicas))",
         "10m",

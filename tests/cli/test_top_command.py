@@ -11,8 +11,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from urllib.parse import quote
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from click.testing import Result
@@ -21,8 +21,8 @@ from waiting import WAIT_LIMIT_S
 
 from pagemill.main import app
 from pagemill.top.display import as_table
-from pagemill.top.sources import GATEWAYS
 from pagemill.top.reading import ClientsView, PodRow, Reading, clients_of, row_of
+from pagemill.top.sources import GATEWAYS
 from pagemill_operator.backends.local.state_dir import StateDir
 from pagemill_protocol import metrics
 

@@ -75,7 +75,10 @@ def _details(record: Record) -> list[str]:
     pending = f" ({fleet.pending} without a node)" if fleet.pending else ""
     rows = [
         ("policy", f"{settings.policy}, mode {settings.mode}, {settings.lowest} to {settings.max_replicas} replicas"),
-        ("replicas", f"{fleet.wanted} desired: {fleet.ready} ready, {fleet.starting} starting{pending}{asleep}; {start}"),
+        (
+            "replicas",
+            f"{fleet.wanted} desired: {fleet.ready} ready, {fleet.starting} starting{pending}{asleep}; {start}",
+        ),
         (
             "gateways",
             f"{signals.num_reporting} of {signals.num_gateways} reporting; {queue.num_requests} requests queued",

@@ -407,7 +407,7 @@ GATEWAY_CATALOG_CURRENT = _gateway(
     "gauge", "catalog_current", "1 while the catalogue follows the cluster's objects, 0 while it is the last known one."
 )
 GATEWAY_CATALOG_OWN = _gateway(
-    "gauge", "catalog_own", "1 if the gateway's settings have the models, so that no operator declares objectives, else 0."
+    "gauge", "catalog_own", "1 if the gateway's settings have the models, so that no operator has objectives, else 0."
 )
 GATEWAY_READY = _gateway("gauge", "ready", "1 when requests are accepted, else 0.")
 GATEWAY_WORKERS = _gateway("gauge", "workers", "Workers that serve clients (setting `workers`).")

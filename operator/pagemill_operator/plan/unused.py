@@ -1,8 +1,8 @@
 """Fields of a plan whose effect only engines and gateways know: those that depend on the kind of the model, and the
 routing policy, which packages may register.
 
-Engines report the settings without effect to the gateways. Neighbour: `ignored` finds the fields without effect that the
-spec itself shows.
+Engines report the settings without effect to the gateways. Neighbour: `ignored` finds the fields without effect that
+the spec itself shows.
 """
 
 from __future__ import annotations

@@ -106,8 +106,8 @@ class KubernetesCluster(Cluster):
 
         `load`, `held`, `asleep` and `unused_settings` return what gateways report: the load of a key, the load of each
         of its pods by uid, the uids of its pods that sleep, and its settings without effect; `routing_policies` those
-        of gateways that lack the key's own. `scaling` returns the autoscaler's state, `progress` the loader's progress. `on_write` is called with the kind and the verb of each
-        write.
+        of gateways that lack the key's own. `scaling` returns the autoscaler's state, `progress` the loader's
+        progress. `on_write` is called with the kind and the verb of each write.
         """
         self._client = client
         self._known = known
