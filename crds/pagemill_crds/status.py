@@ -42,7 +42,7 @@ class PlanSummary(Section):
     """Result of planning the spec."""
 
     model_name: str = ""
-    """Model name that clients send in `model`."""
+    """Model name that clients send in `model`; a changed one once all replicas have it. Until then both are served."""
     digest: str = ""
     """Digest of the engine's settings and pod template; it changes exactly when pods must be replaced."""
     engine_version: str = ""

@@ -10,6 +10,7 @@ import pytest
 from cel import evaluate
 
 from pagemill_operator.backends.kubernetes.kinds import (
+    AUTOSCALER,
     CHILD_KINDS,
     LLM_DEPLOYMENT,
     LORA_ADAPTER,
@@ -59,6 +60,7 @@ def test_the_operator_has_the_rights_for_its_kinds(variant: Variant) -> None:
         (LLM_DEPLOYMENT.group, f"{LLM_DEPLOYMENT.plural}/status"): {"patch"},
         (LORA_ADAPTER.group, LORA_ADAPTER.plural): READ,
         (LORA_ADAPTER.group, f"{LORA_ADAPTER.plural}/status"): {"patch"},
+        (AUTOSCALER.group, AUTOSCALER.plural): READ,
         (POD.group, POD.plural): READ | {"patch"},
         (POD.group, f"{POD.plural}/log"): {"get"},
         ("", "events"): {"create", "patch"},

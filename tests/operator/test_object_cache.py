@@ -188,3 +188,22 @@ def test_with_weights_on_both_sides_a_name_is_shared(cache: ObjectCache) -> None
         spec = {"model": {"name": "m"}, "routing": {"weight": 50}}
         cache.put("LLMDeployment", owner(name, creationTimestamp=f"2026-01-0{number}T00:00:00Z", spec=spec))
     assert cache.conflict("default/b") is None
+
+
+def autoscaler(target: str, *, version: int = 1, kind: str = "LLMDeployment", **status: Any) -> Manifest:
+    metadata = {"name": "hpa", "namespace": "default", "uid": "hpa", "resourceVersion": str(version)}
+    reference = {"apiVersion": "pagemill.dev/v1beta1", "kind": kind, "name": target}
+    return {"metadata": metadata, "spec": {"scaleTargetRef": reference, "maxReplicas": 3}, "status": status}
+
+
+def test_an_autoscaler_concerns_the_deployment_that_it_scales_and_is_no_child(cache: ObjectCache) -> None:
+    cache.put("LLMDeployment", owner())
+    kind = "HorizontalPodAutoscaler"
+    assert cache.put(kind, autoscaler("chat", kind="Deployment")) == set()
+    assert cache.put(kind, autoscaler("chat", version=2)) == {"default/chat"}
+    assert cache.put(kind, autoscaler("chat", version=3, currentReplicas=2)) == set(), "its status changes constantly"
+    assert cache.autoscalers("default/chat") == ("hpa",)
+    assert cache.children("default/chat") == {}
+    assert cache.put(kind, autoscaler("other", version=4)) == {"default/chat", "default/other"}
+    assert cache.autoscalers("default/chat") == ()
+    assert cache.remove(kind, "default", "hpa") == {"default/other"}

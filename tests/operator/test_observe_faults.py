@@ -6,6 +6,7 @@ Statuses and messages are those of Kubernetes 1.36 with containerd 2.4, shortene
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 from collections.abc import Callable
 from typing import Any
@@ -359,6 +360,19 @@ def test_for_an_image_volume_the_models_source_is_named(world: Callable[..., Wor
     for part in ("host:5000/team/m:v1", "401", "spec.model.source", "spec.model.credentialsSecretRef"):
         assert part in found.message
     assert "spec.engine.image" not in found.message
+
+
+@pytest.mark.parametrize(("mode", "replicas"), [("Active", 1), ("Active", 0), ("External", 1), ("Advisory", 1)])
+def test_an_autoscaler_that_the_operator_overrules_is_named(deployment: Make, mode: str, replicas: int) -> None:
+    """In the other modes its number counts, as it writes spec.replicas."""
+    world = World(deployment(replicas=replicas, autoscaling={"mode": mode, "minReplicas": 0, "maxReplicas": 2}))
+    if replicas:
+        world.apply().pod(running(started=True, ready=True), conditions=READY)
+    seen = observe(dataclasses.replace(world.snapshot, autoscalers=("chat-hpa",)), world.plan)
+    (ready,) = [each for each in find_conditions(seen) if each.type == "Ready"]
+    assert ready.status == str(bool(replicas))
+    named = "warning AutoscalerIgnored: the number of replicas that HorizontalPodAutoscaler chat-hpa writes is ignored"
+    assert (named in ready.message) == (mode == "Active")
 
 
 def test_ready_pods_of_the_newest_template_make_the_deployment_ready(world: Callable[..., World]) -> None:

@@ -67,6 +67,16 @@ def test_without_changes_the_status_is_equal(deployment: Make) -> None:
     assert status_body(snapshot(first, load=load), observation, URL, T2) == first
 
 
+def test_a_changed_name_is_shown_once_no_replica_of_the_earlier_plan_serves(deployment: Make) -> None:
+    first = written(status_body(snapshot(), seen(make_plan(deployment(), "kubernetes"), "ready"), URL, T0))
+    plan = make_plan(deployment(model__name="new"), "kubernetes")
+    rolling = replace(seen(plan, "loading"), replicas=(ReplicaObservation("0", "ready", "older"),))
+    second = written(status_body(snapshot(first, generation=2), rolling, URL, T1))
+    assert second["plan"]["modelName"] == "chat"
+    third = status_body(snapshot(second, generation=2), seen(plan, "ready"), URL, T2)
+    assert third["plan"]["modelName"] == "new"
+
+
 def test_an_edit_is_observed_in_every_condition(deployment: Make) -> None:
     plan = make_plan(deployment(), "kubernetes")
     first = written(status_body(snapshot(), seen(plan, "ready"), URL, T0))

@@ -17,6 +17,10 @@
 - apiGroups: [batch]
   resources: [jobs]
   verbs: [get, list, watch, create, patch, delete]
+# An autoscaler beside the operator's own is named in conditions.
+- apiGroups: [autoscaling]
+  resources: [horizontalpodautoscalers]
+  verbs: [list, watch]
 - apiGroups: [networking.k8s.io]
   resources: [networkpolicies]
   verbs: [get, list, watch, create, patch, delete]
@@ -49,6 +53,10 @@
   verbs: [list, watch]
 - apiGroups: [batch]
   resources: [jobs]
+  verbs: [list, watch]
+# An autoscaler beside the operator's own is named in conditions.
+- apiGroups: [autoscaling]
+  resources: [horizontalpodautoscalers]
   verbs: [list, watch]
 - apiGroups: [networking.k8s.io]
   resources: [networkpolicies]

@@ -211,12 +211,12 @@ def _ready(seen: Observation, findings: list[Finding]) -> Finding:
     causes = [(f.reason, f.message) for f in steps if f.is_fault]
     causes += [(fault.reason, fault.message) for fault in _faults(seen)]
     if not causes and seen.plan is not None:
+        warnings = [f"{WARNING} {each.reason}: {each.message}" for each in seen.warnings]
         if seen.plan.replicas == 0:
-            return Finding("Ready", "False", "ScaledToZero", _zero_message(seen))
+            return Finding("Ready", "False", "ScaledToZero", "; ".join([_zero_message(seen), *warnings]))
         num_ready = len(seen.ready_current())
         message = f"{min(num_ready, seen.plan.replicas)} of {seen.plan.replicas} replicas are ready"
         if num_ready >= seen.plan.replicas:
-            warnings = [f"{WARNING} {each.reason}: {each.message}" for each in seen.warnings]
             return Finding("Ready", "True", "AllReplicasReady", "; ".join([message, *warnings]))
         causes += [(f.reason, f.message) for f in steps if f.status == "False" and not seen.ready()]
         causes.append(("Progressing", f"{message}; {seen.rollout}" if seen.rollout else message))

@@ -11,6 +11,8 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import msgspec
+
 from pagemill_gateway.discovery.kubernetes.objects import EndpointSlice, SliceEndpoint, WatchedDeployment
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint, catalog_model
 from pagemill_protocol.engine_ports import engine_url
@@ -31,10 +33,12 @@ def build_catalog(
     endpoints = _endpoints_by_deployment(slices)
     kept = [each for each in sorted(deployments, key=_age) if each.metadata.deletion_timestamp is None]
     models = []
-    for claim, taken in name_owners([_Claim(each) for each in kept]):
+    claims = [_Claim(each) for each in kept]
+    claimed = {name for claim in claims for name in claim.names}
+    for claim, taken in name_owners(claims):
         found = endpoints.get((claim.deployment.metadata.namespace, claim.deployment.metadata.name), [])
         if taken is None and _is_served(claim.deployment, bool(found)):
-            models.append(_model(claim, found, keys))
+            models.append(_model(claim, found, keys, _former_name(claim, claimed)))
     return Catalog(models=models)
 
 
@@ -46,6 +50,16 @@ class _Claim:
         self.served = served_model(deployment.metadata.name, deployment.spec)
         self.key = f"{deployment.metadata.namespace}/{deployment.metadata.name}"
         self.names, self.weight = self.served.names, self.served.weight
+
+
+def _former_name(claim: _Claim, claimed: set[str]) -> list[str]:
+    """Return the model's name before the spec changed it, which clients may send until its rollout is complete; none if
+    a deployment claims it."""
+    name = claim.deployment.status.plan.model_name
+    if not name or name in claimed:
+        return []
+    claimed.add(name)
+    return [name]
 
 
 def _is_served(deployment: WatchedDeployment, has_pods: bool) -> bool:
@@ -61,10 +75,10 @@ def _age(deployment: WatchedDeployment) -> tuple[str, str, str]:
     return metadata.creation_timestamp, metadata.namespace, metadata.name
 
 
-def _model(claim: _Claim, endpoints: list[Endpoint], keys: EngineKeys | None) -> CatalogModel:
+def _model(claim: _Claim, endpoints: list[Endpoint], keys: EngineKeys | None, former_name: list[str]) -> CatalogModel:
     metadata, autoscaling = claim.deployment.metadata, claim.deployment.spec.autoscaling
     return catalog_model(
-        claim.served,
+        msgspec.structs.replace(claim.served, aliases=[*claim.served.aliases, *former_name]),
         namespace=metadata.namespace,
         deployment=metadata.name,
         engine_token=keys.sent(metadata.namespace, metadata.name) if keys is not None else "",

@@ -35,7 +35,13 @@ class WatchedAdapter(WatchedSection, frozen=True, kw_only=True):
     """Why no engine is asked to serve it; empty: all are."""
 
 
+class WatchedPlan(WatchedSection, frozen=True, kw_only=True):
+    model_name: str = ""
+    """The name that all replicas have; another one than the spec's while a rollout brings a new name."""
+
+
 class DeploymentStatus(WatchedSection, frozen=True, kw_only=True):
+    plan: WatchedPlan = WatchedPlan()
     adapters: list[WatchedAdapter] = msgspec.field(default_factory=list)
     conditions: list[WatchedCondition] = msgspec.field(default_factory=list)
 

@@ -12,6 +12,7 @@ SECRET = Kind("Secret", "", "v1", "secrets")
 CONFIG_MAP = Kind("ConfigMap", "", "v1", "configmaps")
 EVENT = Kind("Event", "", "v1", "events")
 LEASE = Kind("Lease", "coordination.k8s.io", "v1", "leases")
+AUTOSCALER = Kind("HorizontalPodAutoscaler", "autoscaling", "v2", "horizontalpodautoscalers")
 POD_MONITOR = Kind("PodMonitor", "monitoring.coreos.com", "v1", "podmonitors")
 
 CHILD_KINDS = (
@@ -26,5 +27,5 @@ CHILD_KINDS = (
 )
 """Kinds of children that every cluster has, in the order in which they are applied: pods come last."""
 
-WATCHED_KINDS = (LLM_DEPLOYMENT, LORA_ADAPTER, POD, *CHILD_KINDS)
+WATCHED_KINDS = (LLM_DEPLOYMENT, LORA_ADAPTER, POD, AUTOSCALER, *CHILD_KINDS)
 BY_NAME = {kind.name: kind for kind in (*WATCHED_KINDS, POD_MONITOR, EVENT, LEASE)}

@@ -11,6 +11,7 @@ import hashlib
 import sys
 from typing import Any
 
+from pagemill_operator.backends.kubernetes.kinds import AUTOSCALER
 from pagemill_operator.backends.kubernetes.snapshot import Manifest
 
 _METADATA = (
@@ -50,6 +51,8 @@ def slim(kind: str, manifest: Manifest) -> Manifest:
     parts = {name: value for name, value in manifest.items() if name not in ("metadata", "apiVersion", "kind")}
     if kind == "Pod":
         parts = _pod_parts(manifest)
+    if kind == AUTOSCALER.name:
+        parts = {"spec": {"scaleTargetRef": manifest["spec"]["scaleTargetRef"]}}
     if kind in ("Secret", "ConfigMap"):
         parts = _content_parts(kind, parts)
     slimmed: Manifest = _shared({"kind": kind, "metadata": metadata, **parts})

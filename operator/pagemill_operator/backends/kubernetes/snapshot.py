@@ -122,6 +122,8 @@ class Snapshot:
     """Uids of the pods whose engines sleep, as gateways report."""
     progress: str = ""
     """Progress of a running loader from its log; empty if unknown."""
+    autoscalers: tuple[str, ...] = ()
+    """Names of the HorizontalPodAutoscalers that scale the deployment."""
     adapters: tuple[AdapterSummary, ...] = ()
     """The adapters that are claimed, and the replicas that serve them."""
 

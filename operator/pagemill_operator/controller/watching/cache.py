@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from pagemill_crds import GROUP
+from pagemill_operator.backends.kubernetes.kinds import AUTOSCALER, LLM_DEPLOYMENT
 from pagemill_operator.backends.kubernetes.slim import slim
 from pagemill_operator.backends.kubernetes.snapshot import OWNER_LABEL, Manifest
 from pagemill_operator.plan.adapters import ClaimedAdapters, listed_claims, resource_claim
@@ -98,7 +100,11 @@ class ObjectCache:
 
     def children(self, key: str) -> dict[tuple[str, str], Manifest]:
         """Return the children without pods, by (kind, name)."""
-        return {at: child for at, child in self._by_owner.get(key, {}).items() if at[0] != "Pod"}
+        return {at: child for at, child in self._by_owner.get(key, {}).items() if at[0] not in ("Pod", AUTOSCALER.name)}
+
+    def autoscalers(self, key: str) -> tuple[str, ...]:
+        """Return the names of the HorizontalPodAutoscalers that scale the deployment."""
+        return tuple(sorted(name for kind, name in self._by_owner.get(key, {}) if kind == AUTOSCALER.name))
 
     def of_kind(self, kind: str) -> list[Manifest]:
         return [*self._objects.get(kind, {}).values()]
@@ -222,7 +228,12 @@ def owner_key(owner: Manifest) -> str:
 
 
 def child_owner_key(child: Manifest) -> str | None:
+    """Return the key of the deployment that an object is made for, or that an autoscaler of any maker scales."""
     name = child["metadata"].get("labels", {}).get(OWNER_LABEL)
+    if child["kind"] == AUTOSCALER.name:
+        target = child["spec"]["scaleTargetRef"]
+        is_ours = target["kind"] == LLM_DEPLOYMENT.name and target.get("apiVersion", "").startswith(f"{GROUP}/")
+        name = target["name"] if is_ours else None
     return f"{child['metadata']['namespace']}/{name}" if name else None
 
 

@@ -33,7 +33,7 @@ def status_body(snapshot: Snapshot, observation: Observation, url: str, now: str
         "standbyReplicas": len(observation.asleep()),
         "selector": selector_text(snapshot.name),
         "url": url,
-        "plan": _plan_summary(snapshot, plan) if plan else _json(old.plan),
+        "plan": _plan_summary(snapshot, plan, _model_name(plan, old, observation)) if plan else _json(old.plan),
         "adapters": _adapters(snapshot) or None,
         "load": _json(next_load(old.load, _measured(snapshot, now))),
         "lastScaling": _last_scaling(old, desired, now, _scaling_reason(observation)),
@@ -59,10 +59,15 @@ def _adapters(snapshot: Snapshot) -> list[dict[str, Any]]:
     return sorted(shown, key=lambda each: str(each["name"]))[:MAX_ADAPTERS]
 
 
-def _plan_summary(snapshot: Snapshot, plan: Plan) -> dict[str, Any]:
+def _model_name(plan: Plan, old: LLMDeploymentStatus, observation: Observation) -> str:
+    """Return the model's name; while replicas of an earlier one are left, that one, which gateways serve beside it."""
+    return old.plan.model_name if old.plan is not None and observation.older() else plan.model_name
+
+
+def _plan_summary(snapshot: Snapshot, plan: Plan, model_name: str) -> dict[str, Any]:
     group = plan.groups[0]
     return {
-        "modelName": plan.model_name,
+        "modelName": model_name,
         "digest": group.digest,
         "engineVersion": _engine_version(snapshot),
         "podsPerReplica": group.pods_per_replica,

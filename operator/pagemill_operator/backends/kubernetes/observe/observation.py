@@ -83,6 +83,10 @@ def _warnings(snapshot: Snapshot, plan: Plan) -> Iterator[Fault]:
         )
         message = f"the loader has finished, and {', '.join(running)} still runs, so that its Job never completes"
         yield Fault("ModelLoaded", "FinishedButSidecarRuns", f"{message}: {remedy}")
+    if snapshot.autoscalers and plan.autoscaling is not None and plan.autoscaling.mode == "Active":
+        named = f"HorizontalPodAutoscaler {', '.join(snapshot.autoscalers)}"
+        message = f"the number of replicas that {named} writes is ignored, since spec.autoscaling.mode is Active"
+        yield Fault("Scheduled", "AutoscalerIgnored", f"{message}: delete it, or set the mode to External")
 
 
 def _replicas(snapshot: Snapshot, plan: Plan | None, now: datetime | None) -> list[ReplicaObservation]:
