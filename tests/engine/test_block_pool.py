@@ -135,3 +135,31 @@ def test_a_passed_block_that_others_hold_stays_in_use() -> None:
     pool.share(blocks)
     pool.release_passed(blocks)
     assert (pool.num_free, blocks[0].ref_count) == (1, 1)
+
+
+def test_what_is_worth_more_stays_until_as_much_was_evicted() -> None:
+    pool, evicted = make_pool(4)
+    dear, *others = pool.allocate(4)
+    cache([dear, *others])
+    dear.worth = 3.5
+    pool.release([dear, *others])
+    for generation in range(1, 4):
+        fresh = pool.allocate(3)
+        assert evicted == ids(others), "the level has not reached what it is worth"
+        assert pool.level.rank == generation
+        cache(fresh)
+        pool.release(fresh)
+        evicted.clear()
+    pool.allocate(1)
+    assert evicted == [dear.block_id]
+
+
+def test_content_that_lost_its_use_is_evicted_first() -> None:
+    pool, evicted = make_pool(3)
+    blocks = pool.allocate(3)
+    cache(blocks)
+    pool.release(blocks)
+    pool.devalue(blocks[2])
+    assert pool.num_evictable == 3
+    pool.allocate(2)
+    assert evicted == ids([blocks[2], blocks[0]])

@@ -102,7 +102,16 @@ def agents(draw: random.Random) -> Iterator[list[int]]:
             running[place] = [*tools, *words(draw, 100)]
 
 
-WORKS = {"chats": (chats,), "one long prompt": (one_long_prompt,), "agents": (agents,)}
+def document(draw: random.Random) -> Iterator[list[int]]:
+    """Questions about a document of two thirds of the memory, with three turns of chats between them."""
+    text, others = words(draw, 10_240), chats(draw)
+    while True:
+        yield [*text, *words(draw, 30)]
+        for _ in range(3):
+            yield next(others)
+
+
+WORKS = {"chats": (chats,), "one long prompt": (one_long_prompt,), "agents": (agents,), "document": (document,)}
 WORKS |= {"all three": (chats, one_long_prompt, agents)}
 
 
@@ -217,3 +226,26 @@ def test_a_request_may_be_as_long_as_all_memory_allows() -> None:
     row = Row("r", list(range(68)))
     kv.start(row, kv.match(row))
     compute(kv, row)
+
+
+def test_a_state_is_worth_nothing_once_the_keys_and_values_before_it_are_evicted() -> None:
+    kv = CacheManager([9, 3], 4, kinds=[FULL, CacheKind("state", state=True, block_bytes=5)])
+    for number in range(3):
+        kv.free(begin(kv, f"r{number}", [number] * (8 if number else 16)))
+    states = kv.caches[-1]
+    (dear,) = [block for block in states.pool.blocks if block.worth == 4 * 4 / 5]
+    assert [block.worth for block in states.pool.free_list] == [8 / 5, 8 / 5, 16 / 5], "the longest stays longest"
+    begin(kv, "other", [7] * 8)
+    assert dear.block_hash is not None
+    assert dear.rank == 0, "two blocks of the first were taken, the last one first"
+
+
+def test_content_that_was_computed_twice_stays_cached_when_the_first_copy_is_evicted() -> None:
+    kv = CacheManager([9, 9], 4, kinds=[FULL, CacheKind("state", state=True, block_bytes=5)])
+    kv.free(begin(kv, "first", [1] * 16))
+    again = begin(kv, "again", [*[1] * 8, 2])  # there is no state behind eight tokens
+    full = kv.caches[0]
+    assert [block.block_hash for block in kv.tables["again"].of_kinds[0].blocks] == [None] * 3
+    full.pool.allocate(full.pool.num_free)
+    kv.free(again)
+    assert len(full.prefixes) == 2

@@ -2,7 +2,9 @@
 
 Block objects are created once, and where memory moves between kinds (`kv.split`); no step allocates a Python object for
 a block. Free blocks form an intrusive doubly linked list: blocks without reusable content come first, then cached ones
-that a window has passed and no other request has hit, then the other cached ones, least recently used first.
+that a window has passed and no other request has hit, then the other cached ones by rank. A rank is the level of
+eviction when the block was released plus its worth: the tokens that would have to be computed again per byte. Where all
+are worth the same, the least recently used is evicted first; what is worth more stays until more was evicted.
 Requests are `kv.manager`'s part, hashes those of `kv.prefix_cache`, which is notified of evictions.
 """
 
@@ -10,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
+from math import inf
 
 
 class KVCacheError(RuntimeError):
@@ -19,9 +22,12 @@ class KVCacheError(RuntimeError):
 class Block:
     """One KV block: `block_size` slots in every layer."""
 
-    __slots__ = ("block_hash", "block_id", "last_used", "next", "prefix_chunk_end", "prev", "ref_count", "was_shared")
+    __slots__ = (
+        "allocated_in", "block_hash", "block_id", "next", "prefix_chunk_end", "prev", "rank", "ref_count", "was_shared",
+        "worth",
+    )  # fmt: skip
 
-    def __init__(self, block_id: int) -> None:
+    def __init__(self, block_id: int, worth: float = 0.0) -> None:
         self.block_id = block_id
         self.ref_count = 0
         self.block_hash: bytes | None = None
@@ -30,8 +36,12 @@ class Block:
         """Whether it is the last block of a prefix chunk (see `kv.prefix_cache`)."""
         self.was_shared = False
         """Whether another request has used its content."""
-        self.last_used = 0
-        """Number of the plan in which it was allocated or released; 0: a window has passed it."""
+        self.allocated_in = 0
+        """Number of the plan in which it was allocated."""
+        self.worth = worth
+        """Tokens that would have to be computed again without its content, per byte."""
+        self.rank = 0.0
+        """Its place in the order of eviction since it was last released."""
         self.prev: Block | None = None
         self.next: Block | None = None
         """Next and previous block in the free list; both `None` while the block is in use."""
@@ -61,7 +71,23 @@ class FreeList:
             block = block.next
 
     def append(self, block: Block) -> None:
-        self._link(self._ring.prev, block, self._ring)
+        """Add a block behind those of its rank. O(1) unless blocks are worth more than it."""
+        after = self._ring
+        while (before := after.prev) is not None and before is not self._border and before.rank > block.rank:
+            after = before
+        self._link(before, block, after)
+
+    def append_last(self, block: Block) -> None:
+        """Add a block behind all others."""
+        if (last := self._ring.prev) is not None:
+            block.rank = max(block.rank, last.rank)
+        self._link(last, block, self._ring)
+
+    @property
+    def lowest_rank(self) -> float:
+        """The lowest rank of the blocks that were appended."""
+        block = self._border.next
+        return inf if block is None or block is self._ring else block.rank
 
     def append_left(self, block: Block) -> None:
         self._link(self._ring, block, self._ring.next)
@@ -95,18 +121,31 @@ class FreeList:
         self._size += 1
 
 
-NEVER_USED = 1 << 60
+class EvictionLevel:
+    """The lowest rank in the pools that share memory when one of them had to evict last."""
+
+    def __init__(self) -> None:
+        self.rank = 0.0
+        self.free_lists: list[FreeList] = []
+
+    def evicts(self, rank: float) -> None:
+        """Note that a block is evicted, not always that of the lowest rank: its pool may find no other memory."""
+        for free_list in self.free_lists:
+            rank = min(rank, free_list.lowest_rank)
+        self.rank = max(self.rank, rank)
 
 
 class BlockPool:
     """All blocks of one kind, allocated by reference count."""
 
-    def __init__(self, num_blocks: int, on_evict: Callable[[Block], None], end: int | None = None) -> None:
-        """Create free blocks. Their ids rise from 0, or fall from before `end`."""
+    def __init__(
+        self, num_blocks: int, on_evict: Callable[[Block], None], end: int | None = None, worth: float = 1.0
+    ) -> None:
+        """Create free blocks. Their ids rise from 0, or fall from before `end`. `worth`: of each."""
         if num_blocks < 1:
             raise KVCacheError(f"a KV cache needs at least one block, got {num_blocks}")
-        self._end = end
-        self.blocks = [Block(self.id_at(place)) for place in range(num_blocks)]
+        self._end, self._worth = end, worth
+        self.blocks = [Block(self.id_at(place), worth) for place in range(num_blocks)]
         """In the order in which memory was given to the pool: the last one is given back first."""
         self.free_list = FreeList()
         self.num_evictable = 0
@@ -115,7 +154,8 @@ class BlockPool:
         """Number of the plan that is being made."""
         self.moved: dict[Block, int] = {}
         """Blocks that have other ids than in the plan before, with those ids: the next plan has to copy them."""
-        self._on_evict = on_evict
+        self.on_evict = on_evict
+        self.level = EvictionLevel()
         for block in self.blocks:
             self.free_list.append_before_border(block)
 
@@ -143,11 +183,10 @@ class BlockPool:
         for _ in range(num_blocks):
             block = self.free_list.pop_left()
             if block.block_hash is not None:
-                self.num_evictable -= 1
-                self._on_evict(block)
+                self._evict(block)
             block.ref_count = 1
             block.was_shared = False
-            block.last_used = self.now
+            block.allocated_in = self.now
             taken.append(block)
         if self.moved:
             for block in taken:
@@ -172,10 +211,10 @@ class BlockPool:
             block.ref_count -= 1
             if block.ref_count > 0:
                 continue
-            block.last_used = self.now
             if block.block_hash is None:
                 self.free_list.append_left(block)
                 continue
+            block.rank = self.level.rank + block.worth
             self.free_list.append(block)
             self.num_evictable += 1
 
@@ -188,7 +227,8 @@ class BlockPool:
         """
         for block in blocks:
             if block.ref_count == 1 and block.block_hash is not None and not block.was_shared:
-                block.ref_count = block.last_used = 0
+                block.ref_count = 0
+                block.rank = 0.0
                 self.free_list.append_before_border(block)
                 self.num_evictable += 1
             else:
@@ -202,6 +242,18 @@ class BlockPool:
         self.free_list.append_left(block)
         self.num_evictable -= 1
 
+    def devalue(self, block: Block) -> None:
+        """Let a cached block, whose content is of no use as long as other content is missing, be evicted first."""
+        block.worth = block.rank = 0.0
+        if block.ref_count == 0:
+            self.free_list.remove(block)
+            self.free_list.append_before_border(block)
+
+    def _evict(self, block: Block) -> None:
+        self.num_evictable -= 1
+        self.level.evicts(block.rank)
+        self.on_evict(block)
+
     # -- memory that moves between kinds ------------------------------------------------------------------------------
 
     def touch(self, blocks: Iterable[Block]) -> None:
@@ -209,29 +261,28 @@ class BlockPool:
         for block in blocks:
             if block.ref_count == 0:
                 self.free_list.remove(block)
-                self.free_list.append(block)
-                block.last_used = self.now
+                self.free_list.append_last(block)
 
-    def age_of(self, number: int) -> int:
-        """Return for how many plans the last of the next `number` blocks to be taken was not used: more than ever if it
-        has no content or a window has passed it, -1 if not so many are free."""
+    def rank_of(self, number: int) -> float:
+        """Return the rank of the last of the next `number` blocks to be taken: 0 if it has no content, the highest if
+        not so many are free."""
         if number > self.num_free:
-            return -1
+            return inf
         block = next(islice(self.free_list, number - 1, None))
-        return self.now - block.last_used if block.block_hash is not None and block.last_used else NEVER_USED
+        return 0.0 if block.block_hash is None else block.rank
 
     def can_give_back(self, num_blocks: int) -> bool:
         """Whether the last `num_blocks` blocks can be moved: not those that the plan being made has allocated."""
         if num_blocks >= len(self.blocks):
             return False
         last = self.blocks[len(self.blocks) - num_blocks :]
-        return not any(block.ref_count and block.last_used == self.now for block in last)
+        return not any(block.ref_count and block.allocated_in == self.now for block in last)
 
     def resize(self, num_blocks: int) -> None:
         """Add blocks behind the last one, or give back as many of the last ones. Their content is moved into blocks
         that would be allocated next, whose own is lost."""
         while len(self.blocks) < num_blocks:
-            self.blocks.append(Block(self.id_at(len(self.blocks))))
+            self.blocks.append(Block(self.id_at(len(self.blocks)), self._worth))
             self.free_list.append_left(self.blocks[-1])
         while len(self.blocks) > num_blocks:
             self._give_back()
@@ -241,8 +292,7 @@ class BlockPool:
         if last.ref_count or last.block_hash is not None:
             place_of = self.free_list.pop_left()
             if place_of.block_hash is not None:
-                self.num_evictable -= 1
-                self._on_evict(place_of)
+                self._evict(place_of)
             if place_of is not last:
                 self.moved.setdefault(last, last.block_id)
                 place = place_of.block_id if self._end is None else self._end - 1 - place_of.block_id

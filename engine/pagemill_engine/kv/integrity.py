@@ -101,6 +101,9 @@ def _check_free_list(cache: KindCache) -> list[str]:
     cached = [block.block_hash is not None for block in free]
     if cached != sorted(cached):
         faults.append("a cached block would be evicted before a block without content")
+    ranks = [block.rank for block in free if block.block_hash is not None]
+    if ranks != sorted(ranks):
+        faults.append("a block of a higher rank would be evicted before one of a lower rank")
     return faults
 
 

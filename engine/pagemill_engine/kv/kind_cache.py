@@ -11,12 +11,19 @@ from pagemill_protocol.report.cache_kinds import CacheKind
 
 class KindCache:
     def __init__(
-        self, kind: CacheKind, num_blocks: int, block_size: int, prefix_chunk_blocks: int, end: int | None = None
+        self,
+        kind: CacheKind,
+        num_blocks: int,
+        end: int | None,
+        block_size: int,
+        prefix_chunk_blocks: int,
+        worth: float,
     ) -> None:
-        """Create an empty cache. `prefix_chunk_blocks`: the same for all kinds. `end`: if ids of blocks fall."""
+        """Create an empty cache. `prefix_chunk_blocks`: the same for all kinds. `end`: if ids of blocks fall. `worth`:
+        of a block, in tokens per byte."""
         self.kind = kind
         self.prefixes = PrefixCache(block_size, prefix_chunk_blocks)
-        self.pool = BlockPool(num_blocks, on_evict=self.prefixes.remove, end=end)
+        self.pool = BlockPool(num_blocks, on_evict=self.prefixes.remove, end=end, worth=worth)
         self.watermark = watermark_blocks(num_blocks)
 
     def forget(self, blocks: Iterable[Block]) -> None:

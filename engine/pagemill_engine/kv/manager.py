@@ -40,14 +40,7 @@ from pagemill_engine.kv.tables import (
     StateTable,
 )
 from pagemill_protocol import hashes
-from pagemill_protocol.report.cache_kinds import (
-    FULL,
-    CacheKind,
-    chunk_blocks,
-    first_needed,
-    longest_match,
-    most_held,
-)
+from pagemill_protocol.report.cache_kinds import FULL, CacheKind, chunk_blocks, first_needed, longest_match, most_held
 
 
 class CacheManager:
@@ -68,12 +61,11 @@ class CacheManager:
         self.enable_prefix_caching = enable_prefix_caching
         self.kinds = tuple(kinds)
         chunk = chunk_blocks(kinds, counts[0], block_size)
-        self.caches = [KindCache(kind, count, block_size, chunk) for kind, count in zip(kinds, counts, strict=True)]
-        self.split: SplitPolicy = FixedSplit(self.caches)
-        if shares_memory and len(self.caches) > 1:
-            end = end_of_ids(self.kinds, counts)
-            self.caches[-1] = KindCache(self.kinds[-1], counts[-1], block_size, chunk, end)
-            self.split = MovingSplit(self.caches)
+        moves = shares_memory and len(self.kinds) > 1
+        ends = [*[None] * (len(self.kinds) - 1), end_of_ids(self.kinds, counts) if moves else None]
+        worth = block_size / max(1, self.kinds[0].block_bytes)
+        self.caches = [KindCache(*each, block_size, chunk, worth) for each in zip(kinds, counts, ends, strict=True)]
+        self.split: SplitPolicy = MovingSplit(self.caches) if moves else FixedSplit(self.caches)
         self.tables: dict[str, BlockTable] = {}
         self._vectors = [cache for cache in self.caches if not cache.kind.state]
         self.states: States | None = None
@@ -82,6 +74,7 @@ class CacheManager:
             self.states = States(
                 self.caches[-1], block_size, interval, self._block_hash, enable_prefix_caching=enable_prefix_caching
             )
+            self.states.follow(self._vectors)
         self._window_numbers = tuple(number for number, kind in enumerate(kinds) if kind.window is not None)
         self._dropped: list[dict[str, tuple[int, int]]] = [{} for _ in kinds]
         """By kind: sequences whose blocks from the first to before the second index were dropped since the last
@@ -419,6 +412,9 @@ class CacheManager:
         if self.states is not None and table.state is not None:
             num_verified = sequence.num_computed_tokens - table.num_launched_tokens
             self.states.free(table.state, num_verified, sequence, is_open=table.num_open_tokens > 0)
+            if table.state.is_trusted:  # what was computed again for want of a state may have been evicted since
+                table.num_registered = 0
+                self._register(table, num_verified // self.block_size, written=True)
         for own, dropped in zip(table.of_kinds, self._dropped, strict=False):
             # A reader of this step that failed may have removed some of them already.
             own.cache.forget(own.at(index) for index in own.unwritten)
@@ -536,7 +532,7 @@ class CacheManager:
             return
         for own in table.of_kinds:
             insert = own.cache.prefixes.insert
-            for index in range(first, num_full):
+            for index in range(max(first, own.first), num_full):
                 new = insert(own.blocks[index - own.first], self._block_hash(table.sequence, index), index)
                 if new and not written:
                     own.unwritten.append(index)

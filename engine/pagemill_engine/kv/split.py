@@ -2,9 +2,9 @@
 
 Where memory moves, the first and the last kind share one arena. Blocks of the first one count from its low end, those
 of the last one from its high end, and the border between them moves. The kind that needs a block gets the bytes of the
-other one's least recently used blocks if all of these are older than its own, or if it has none that is free. Blocks in
-the way are moved to others of their kind: their tables stay as they are, only the ids change. `take_moves` returns what
-the next plan has to copy, and the entries of tables on the device that it has to change.
+next blocks that the other one would evict if all of these rank below its own (`kv.block_pool`), or if it has none that
+is free. Blocks in the way are moved to others of their kind: their tables stay as they are, only the ids change.
+`take_moves` returns what the next plan has to copy, and the entries of tables on the device that it has to change.
 """
 
 from __future__ import annotations
@@ -16,9 +16,6 @@ from pagemill_engine.kv.block_pool import Block
 from pagemill_engine.kv.kind_cache import KindCache
 from pagemill_engine.kv.tables import BlockTable
 from pagemill_protocol.report.cache_kinds import CacheKind
-
-OLDER = 1.5
-"""Memory moves for content that was not used for so many times as long: each move may cost a copy."""
 
 
 class Moves(NamedTuple):
@@ -39,7 +36,7 @@ class SplitPolicy(Protocol):
     def make_room(self, needs: Sequence[int], *, takes: bool) -> bool:
         """Whether `needs` blocks of each kind are free, by moving memory where that helps. If not, nothing changes.
 
-        `takes`: whether they are allocated now. Then memory is also moved to evict what was not used for longest.
+        `takes`: whether they are allocated now. Then memory is also moved to evict what is worth least.
         """
 
     def take_moves(self, tables: Iterable[BlockTable]) -> list[Moves]:
@@ -70,6 +67,8 @@ class MovingSplit:
         """`caches`: of which the last one's ids fall from `end_of_ids`."""
         self._caches = caches
         self._sides = (0, len(caches) - 1)
+        level = caches[-1].pool.level = caches[0].pool.level
+        level.free_lists += [caches[number].pool.free_list for number in self._sides]
         self.num_bytes = sum(cache.pool.num_blocks * cache.kind.block_bytes for cache in caches)
         self._unused = 0
         """Bytes between the two kinds, which are too few for a block of the kind that needed one last."""
@@ -83,15 +82,15 @@ class MovingSplit:
             if missing > 0:
                 return self._take(own, other, missing, needs[other])
         for own, other in (self._sides, self._sides[::-1]) if takes else ():
-            self._take_older(own, other, needs)
+            self._take_lesser(own, other, needs)
         return True
 
-    def _take_older(self, own: int, other: int, needs: Sequence[int]) -> None:
-        """Take what the other kind has not used for longer than the blocks that `own` would have to evict."""
+    def _take_lesser(self, own: int, other: int, needs: Sequence[int]) -> None:
+        """Take what has a lower rank in the other kind than the blocks that `own` would have to evict."""
         pool, others = self._caches[own].pool, self._caches[other].pool
         while pool.num_free - pool.num_evictable < needs[own]:
             given = self._given(own, other, 1)
-            if given and not others.age_of(given) > OLDER * pool.age_of(1):
+            if given and not others.rank_of(given) < pool.rank_of(1):
                 return
             if not self._take(own, other, 1, needs[other]):
                 return

@@ -12,6 +12,7 @@ States at wanted points are put into the prefix cache when their step is launche
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from pagemill_engine.kv.block_pool import Block
 from pagemill_engine.kv.kind_cache import KindCache
@@ -43,11 +44,24 @@ class States:
         self.planned: dict[bytes, str] = {}
         """Hashes of states that the step being planned writes for others, with the sequences that do."""
 
+    def follow(self, caches: Iterable[KindCache]) -> None:
+        """Let a state be evicted first once the block before it was evicted from one of the caches."""
+        for cache in caches:
+            cache.pool.on_evict = partial(self._evicted, cache)
+
+    def _evicted(self, cache: KindCache, block: Block) -> None:
+        state = None if block.block_hash is None else self.cache.prefixes.get(block.block_hash)
+        if state is not None:
+            self.cache.pool.devalue(state)
+        cache.prefixes.remove(block)
+
     def start(
         self, sequence: CachedSequence, blocks: Iterable[Block], num_tokens: int, points: Iterable[int]
     ) -> StateTable:
         """Return the table of a sequence that resumes with `num_tokens` tokens. `points`: token counts."""
         folds = [Fold(num_tokens // self.block_size, block, num_tokens) for block in blocks]
+        for fold in folds if self.enable_prefix_caching else ():
+            self._weigh(fold, sequence)
         self.cache.pool.share(fold.block for fold in folds)
         interval = self.interval if self.enable_prefix_caching else 0
         wanted = wanted_boundaries(points, interval, num_tokens, len(sequence.token_ids), self.block_size)
@@ -74,7 +88,7 @@ class States:
 
     def fold(self, own: StateTable, num_tokens: int, sequence: CachedSequence) -> list[tuple[int, int]]:
         """Plan the states that a step writes which computes the first `num_tokens` tokens: (index in the table, block
-        id) of each. One that is wanted on the way is left out if no block is free."""
+        id) of each. One that is wanted on the way is left out if no block is free that is worth less."""
         begin, pool = own.boundary, self.cache.pool
         last = num_tokens // self.block_size
         if last <= begin:
@@ -84,14 +98,17 @@ class States:
         own.wanted = [boundary for boundary in own.wanted if boundary >= begin]
         replaces = self._can_replace(own, last, sequence)
         if replaces and self._is_kept(own):
-            replaces = pool.num_free == 0  # nothing is lost where a fresh block can be had
+            replaces = not self._may_evict(own.folds[-1].block.worth)
         block = own.folds.pop().block if replaces else pool.allocate(1)[0]
-        block.last_used = pool.now
+        block.allocated_in = pool.now
         self.cache.forget((block,))
         between = [each for each in own.wanted if begin < each < last and each <= num_known]
         between = [boundary for boundary in between if not self._has(sequence, boundary)]
-        fresh = pool.allocate(min(len(between), pool.num_free))
-        opened = [Fold(each, kept, num_tokens) for each, kept in zip(between, fresh, strict=False)]
+        opened = []
+        for boundary in between:
+            if self._may_evict(self._worth(boundary - begin)):
+                opened.append(Fold(boundary, pool.allocate(1)[0], num_tokens))
+                begin = boundary
         opened.append(Fold(last, block, num_tokens))
         own.num_opened = len(opened)
         own.folds += opened
@@ -178,7 +195,22 @@ class States:
         if not (self.enable_prefix_caching and own.is_trusted and fold.block.block_hash is None):
             return False
         index = fold.boundary - 1
+        self._weigh(fold, sequence)
         return self.cache.prefixes.insert(fold.block, self._block_hash(sequence, index), index)
+
+    def _weigh(self, fold: Fold, sequence: CachedSequence) -> None:
+        """Note what a state is worth: without it, its sequence resumes with the one before."""
+        before = fold.boundary - 1
+        while before and self.cache.prefixes.get(self._block_hash(sequence, before - 1)) is None:
+            before -= 1
+        fold.block.worth = self._worth(fold.boundary - before)
+
+    def _worth(self, num_blocks: int) -> float:
+        return num_blocks * self.block_size / self.cache.kind.block_bytes
+
+    def _may_evict(self, worth: float) -> bool:
+        """Whether a state that no row needs itself may take the next block: not what is worth more than it."""
+        return self.cache.pool.rank_of(1) <= self.cache.pool.level.rank + worth
 
 
 def wanted_boundaries(
