@@ -25,6 +25,8 @@ _MIXTURE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", _LLAMA),
     "llama tied": ("Llama", {**_LLAMA, "tie_word_embeddings": True}),
+    "llama of one layer": ("Llama", {**_LLAMA, "num_hidden_layers": 1}),
+    "mixtral of one layer": ("Mixtral", {**_LLAMA, **_MIXTURE, "num_hidden_layers": 1}),
     "gpt2": ("GPT2", {"vocab_size": VOCAB_SIZE, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256,
                       "initializer_range": 0.3}),
     "phi3": ("Phi3", {**_LLAMA, "pad_token_id": 0}),

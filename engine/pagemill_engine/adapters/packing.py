@@ -8,27 +8,27 @@ from typing import Any
 
 import numpy as np
 
-from pagemill_engine.adapters.reading import AdapterValues, PartOfAdapter
+from pagemill_engine.adapters.reading import AdapterValues, PartOfAdapter, Pause
 from pagemill_engine.decoders.row_order import Order, latent_order, latent_query_order, qkv_order, stacked_order
 from pagemill_kernels.adapters.native import PackedAdapter, PartOfB
-from pagemill_kernels.arrays import Array
+from pagemill_kernels.arrays import Array, widened
 from pagemill_models.declaration.declaration import AttentionSpec, DecoderSpec, LatentAttentionSpec
 from pagemill_models.sharding.linears import LinearUse
 
 Packed = Mapping[int, Any]
 """An adapter's matrices by the numbers of linear layers."""
-Pack = Callable[[DecoderSpec, AdapterValues], Packed]
+Pack = Callable[[DecoderSpec, AdapterValues, Pause], Packed]
 
 
-def pack_natively(decoder: DecoderSpec, values: AdapterValues) -> dict[int, PackedAdapter]:
+def pack_natively(decoder: DecoderSpec, values: AdapterValues, pause: Pause = lambda: None) -> dict[int, PackedAdapter]:
     """Pack for the native kernels: A and B in bfloat16."""
     return {
-        use.number: PackedAdapter(np.concatenate([part.a for part in parts]), list(_parts_of_b(decoder, use, parts)))
-        for use, parts in _by_linear(values)
+        use.number: PackedAdapter(_stacked_a(parts), list(_parts_of_b(decoder, use, parts)))
+        for use, parts in _by_linear(values, pause)
     }
 
 
-def pack_for_torch(decoder: DecoderSpec, values: AdapterValues) -> dict[int, Any]:
+def pack_for_torch(decoder: DecoderSpec, values: AdapterValues, pause: Pause = lambda: None) -> dict[int, Any]:
     """Return `AdapterMatrices` in float32."""
     import torch
 
@@ -36,10 +36,10 @@ def pack_for_torch(decoder: DecoderSpec, values: AdapterValues) -> dict[int, Any
 
     return {
         use.number: AdapterMatrices(
-            torch.from_numpy(np.concatenate([part.a for part in parts])),
+            torch.from_numpy(widened(_stacked_a(parts))),
             torch.from_numpy(_whole_b(decoder, use, parts)),
         )
-        for use, parts in _by_linear(values)
+        for use, parts in _by_linear(values, pause)
     }
 
 
@@ -51,10 +51,16 @@ def num_bytes(packed: Packed) -> int:
     )
 
 
-def _by_linear(values: AdapterValues) -> Iterator[tuple[LinearUse, list[PartOfAdapter]]]:
+def _stacked_a(parts: Sequence[PartOfAdapter]) -> Array:
+    types = {part.a.dtype for part in parts}
+    return np.concatenate([part.a if len(types) == 1 else widened(part.a) for part in parts])
+
+
+def _by_linear(values: AdapterValues, pause: Pause) -> Iterator[tuple[LinearUse, list[PartOfAdapter]]]:
     ordered = sorted(values.parts, key=lambda part: (part.use.number, part.first_row))
     for _, found in groupby(ordered, key=lambda part: part.use.number):
         parts = list(found)
+        pause()
         yield parts[0].use, parts
 
 

@@ -16,7 +16,7 @@ from weakref import finalize
 import numpy as np
 
 from pagemill_engine.adapters.packing import Pack, Packed
-from pagemill_engine.adapters.reading import AdapterValues, PartOfAdapter
+from pagemill_engine.adapters.reading import AdapterValues, PartOfAdapter, Pause
 from pagemill_engine.adapters.store import AdapterStore, LoadedAdapter
 from pagemill_kernels.arrays import Array
 from pagemill_models.adapters.errors import unreadable
@@ -32,14 +32,14 @@ def pack_part(pack: Pack, own: DecoderSpec, slices: Slices, first_layer: int) ->
     """
     uses = {(None if use.layer is None else use.layer + first_layer, use.role, use.expert): use for use in linears(own)}
 
-    def packed(decoder: DecoderSpec, values: AdapterValues) -> Packed:
+    def packed(decoder: DecoderSpec, values: AdapterValues, pause: Pause = lambda: None) -> Packed:
         parts = []
         for part in values.parts:
             use = uses.get((part.use.layer, part.use.role, part.use.expert))
             kept = None if use is None else _part(part, use, slices)
             if kept is not None:
                 parts.append(kept)
-        return pack(own, values._replace(parts=parts))
+        return pack(own, values._replace(parts=parts), pause)
 
     return packed
 

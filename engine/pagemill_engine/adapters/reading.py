@@ -24,9 +24,13 @@ from pagemill_models.sharding.linears import LinearUse
 from pagemill_protocol.source_errors import UnreadableModelError
 
 _TYPES = {"F32": NUMPY_TYPES["float32"], "F16": NUMPY_TYPES["float16"], "BF16": NUMPY_TYPES["bfloat16"]}
+_INFINITE = 0x7F80
+"""Bits of the infinite bfloat16: those of other values without a sign that are not finite are larger."""
 _ROUNDING = 2.0**-7
 """Relative difference of a saved copy: one of both may be rounded to bfloat16."""
 
+Pause = Callable[[], None]
+"""Called between tensors: may let the steps of the engine go on."""
 ReadBase = Callable[[str], Array]
 """Returns a matrix of the base by its stored name, float32 [rows, columns]."""
 
@@ -37,7 +41,7 @@ class PartOfAdapter(NamedTuple):
     use: LinearUse
     first_row: int
     a: Array
-    """float32 [rank, in]."""
+    """[rank, in], float32 or the bits of bfloat16."""
     b: Array
     """float32 [rows, rank], multiplied by the scale."""
 
@@ -49,7 +53,7 @@ class AdapterValues(NamedTuple):
     parts: list[PartOfAdapter]
 
 
-def read_values(files: AdapterFiles, base: ReadBase) -> AdapterValues:
+def read_values(files: AdapterFiles, base: ReadBase, pause: Pause = lambda: None) -> AdapterValues:
     """Read and check all tensors. Raises `AdapterError`."""
     try:
         descriptor = open_regular(files.path)
@@ -57,9 +61,9 @@ def read_values(files: AdapterFiles, base: ReadBase) -> AdapterValues:
         raise unreadable(error.message) from None
     try:
         before = os.fstat(descriptor)
-        reader = _Reader(descriptor, files.path)
+        reader = _Reader(descriptor, files.path, pause)
         for copy in files.copies:
-            _compare(copy, reader.read(copy.header), base(copy.stored_name))
+            _compare(copy, widened(reader.read(copy.header)), base(copy.stored_name))
         parts = [_part(low, reader) for low in files.parts]
         after = os.fstat(descriptor)
     finally:
@@ -68,20 +72,21 @@ def read_values(files: AdapterFiles, base: ReadBase) -> AdapterValues:
         raise unreadable(f"`{files.path}` changed while it was read. Load the adapter again once it is complete.")
     scales = sorted((low.use.number, low.first_row, low.scale) for low in files.parts)
     reader.hasher.update(msgspec.json.encode(scales))
-    return AdapterValues(reader.hasher.hexdigest(), max(low.rank for low in files.parts), parts)
+    return AdapterValues(reader.hasher.hexdigest()[:32], max(low.rank for low in files.parts), parts)
 
 
 class _Reader:
     """Reads each tensor once: those of stacked experts have many parts."""
 
-    def __init__(self, descriptor: int, path: Path) -> None:
-        self._descriptor, self._path = descriptor, path
+    def __init__(self, descriptor: int, path: Path, pause: Pause) -> None:
+        self._descriptor, self._path, self._pause = descriptor, path, pause
         self._kept: dict[str, Array] = {}
-        self.hasher = hashlib.blake2b(digest_size=16)
+        self.hasher = hashlib.sha256()  # processors have instructions for it
 
     def read(self, header: TensorHeader) -> Array:
-        """Return the tensor as float32. Raises `AdapterError`."""
+        """Return the tensor as float32, or as the bits of bfloat16. Raises `AdapterError`."""
         if header.name not in self._kept:
+            self._pause()
             raw = np.empty(header.num_bytes, dtype=np.uint8)
             start = 0
             while start < len(raw):
@@ -91,11 +96,18 @@ class _Reader:
                 start += count
             self.hasher.update(f"{header.name}|{header.dtype}|{header.shape}|".encode())
             self.hasher.update(raw.data)
-            values = widened(raw.view(_TYPES[header.dtype]).reshape(header.shape))
-            if not np.isfinite(values).all():
+            values = raw.view(_TYPES[header.dtype]).reshape(header.shape)
+            values = values if header.dtype == "BF16" else widened(values)
+            if not _is_finite(values):
                 raise unsupported(f"Tensor `{header.name}` has values that are not finite.")
             self._kept[header.name] = values
         return self._kept[header.name]
+
+
+def _is_finite(values: Array) -> bool:
+    if values.dtype == np.uint16:
+        return int((values & 0x7FFF).max(initial=0)) < _INFINITE
+    return bool(np.isfinite(values).all())
 
 
 def _part(low: LowRank, reader: _Reader) -> PartOfAdapter:
@@ -105,7 +117,7 @@ def _part(low: LowRank, reader: _Reader) -> PartOfAdapter:
         b = b.reshape(len(b), low.rank, low.num_experts)[:, :, low.expert]
         if low.swapped:
             a, b = b.T, a.T
-    return PartOfAdapter(low.use, low.first_row, np.ascontiguousarray(a), b * np.float32(low.scale))
+    return PartOfAdapter(low.use, low.first_row, np.ascontiguousarray(a), widened(b) * np.float32(low.scale))
 
 
 def _compare(copy: SavedCopy, values: Array, base: Array) -> None:

@@ -41,14 +41,12 @@ def adapter_bytes(config: EngineConfig, decoder: DecoderSpec, *, packed: bool) -
     return ranks * (kept * (2 if packed else 4) * (limits.max_cpu_loras + 1) + read * 4)
 
 
-def check_serves(config: EngineConfig, spec: ModelSpec, device: str) -> None:
+def check_serves(config: EngineConfig, spec: ModelSpec) -> None:
     """Raise `LoadError` if adapters are asked for where none can be served."""
     if not config.enable_lora:
         return
     why = ""
-    if device != "cpu":
-        why = "engines on a GPU serve no adapters in this version. Serve them on CPUs, or merge one into the weights"
-    elif spec.pooling is not None:
+    if spec.pooling is not None:
         why = "embedding and reranking models serve no adapters. Merge one into the weights"
     elif spec.decoder.by_transformers:
         why = "models that run by classes of transformers serve no adapters. Merge one into the weights"

@@ -17,12 +17,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pagemill_engine.adapters.packing import Pack, Packed, num_bytes
-from pagemill_engine.adapters.reading import ReadBase, read_values
+from pagemill_engine.adapters.reading import Pause, ReadBase, read_values
 from pagemill_models.adapters.errors import AdapterError
 from pagemill_models.adapters.folder import another_base, read_adapter
 from pagemill_models.declaration.declaration import DecoderSpec
 
 logger = logging.getLogger(__name__)
+
+PIECE_S = 0.003
+"""Processor time of a load beside one step, at least one tensor."""
+LONGEST_STEP_S = 1.0
+"""After this a load goes on, whatever the steps do."""
 
 
 class LoadedAdapter(NamedTuple):
@@ -44,6 +49,35 @@ class AdapterLimits(NamedTuple):
     """Adapters that are kept on the host, those in slots included."""
 
 
+class Pace:
+    """Divides loads into pieces, one beside each step: a step waits for the slowest of its threads, and a load takes a
+    core from one of them."""
+
+    def __init__(self) -> None:
+        self.is_free = True
+        """Whether no step runs: loads do not wait."""
+        self._turn = threading.Event()
+
+    def turn(self) -> None:
+        """Let the next piece begin."""
+        self._turn.set()
+
+    def begin(self) -> Pause:
+        """Return what a load calls between its tensors."""
+        piece_end_s = time.thread_time() + PIECE_S
+
+        def pause() -> None:
+            nonlocal piece_end_s
+            if time.thread_time() < piece_end_s:
+                return
+            if not self.is_free:
+                self._turn.clear()
+                self._turn.wait(LONGEST_STEP_S)
+            piece_end_s = time.thread_time() + PIECE_S
+
+        return pause
+
+
 class AdapterStore:
     def __init__(self, decoder: DecoderSpec, model: str, limits: AdapterLimits, pack: Pack, base: ReadBase) -> None:
         """`model`: the base's name, for warnings. `base`: reads the base's matrices, to compare saved copies."""
@@ -58,6 +92,7 @@ class AdapterStore:
         self._pinned: set[str] = set()
         self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, "adapters")
+        self.pace = Pace()
         self.load_ms = 0.0
         """Milliseconds that the latest load took."""
         self.num_loads = 0
@@ -151,9 +186,10 @@ class AdapterStore:
 
     def _read(self, folder: Path) -> LoadedAdapter:
         started_s = time.monotonic()
+        pause = self.pace.begin()
         files = read_adapter(folder, self._decoder, self.limits.max_lora_rank)
-        values = read_values(files, self._base)
-        packed = self._pack(self._decoder, values)
+        values = read_values(files, self._base, pause)
+        packed = self._pack(self._decoder, values, pause)
         held = None if self.read_elsewhere is None else self.read_elsewhere(folder, values.digest)
         warning = another_base(files, self._model)
         if warning is not None:

@@ -78,8 +78,13 @@ class RowAdapters:
 
     def of(self, rows: NDArray[np.int64]) -> Any:
         """Return the adapters of a step's rows; None: no row has one."""
-        slots = self._slots[rows]
+        slots = self.slots(rows)
         return self._tables.rows(slots) if (slots >= 0).any() else None
+
+    def slots(self, rows: NDArray[Any]) -> NDArray[np.int32]:
+        """Return the slot of each row's adapter, or -1."""
+        slots: NDArray[np.int32] = self._slots[rows]
+        return slots
 
     def resident(self) -> Iterator[str]:
         yield from filter(None, self._digests)

@@ -62,6 +62,8 @@ class AdapterRequests:
 
     def load(self, folder: Path, *, pinned: bool = False) -> LoadedAdapter:
         """Read an adapter now, and know it from then on. Raises `AdapterError`."""
+        self.store.pace.is_free = True
+        self.store.pace.turn()
         adapter = self.store.read(folder).result()
         self.store.add(folder, adapter, pinned=pinned)
         return adapter
@@ -104,6 +106,8 @@ class AdapterRequests:
 
         `may_wait`: whether to wait up to `POLL_S` for a load.
         """
+        self.store.pace.is_free = may_wait
+        self.store.pace.turn()
         if may_wait and (self._waiting or self._reads):
             wait([*self.store.futures, *(each.future for each in self._reads)], POLL_S, FIRST_COMPLETED)
         if self._reads:

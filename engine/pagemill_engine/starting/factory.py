@@ -88,7 +88,7 @@ def _load(
     if config.enable_lora:
         from pagemill_engine.adapters.starting import check_serves
 
-        check_serves(config, spec, "gpu" if compute.backend == "triton" else "cpu")
+        check_serves(config, spec)
     if compute.backend == "triton":
         _check_one_process(config, "A GPU")
         from pagemill_engine.starting.load_device import load_on_device

@@ -14,6 +14,7 @@ from pagemill_engine.decoders.on_torch.device_rotations import DeviceRotations
 from pagemill_engine.decoders.on_torch.filling import load_weights, weight_bytes
 from pagemill_engine.decoders.rope import decoder_tables
 from pagemill_engine.executing.base import Runner
+from pagemill_engine.executing.device.device_adapters import DeviceAdapters, DeviceTables
 from pagemill_engine.executing.device.device_kv_cache import DeviceKVCache
 from pagemill_engine.executing.device.device_runner import DeviceRunner
 from pagemill_engine.sizing.compute import Compute
@@ -66,7 +67,15 @@ def _load(files: ModelFiles, compute: Compute) -> Runner:
     counts = (0,) * len(cache.counts) if compiles else cache.counts
     kv_cache = DeviceKVCache(spec, counts, config.block_size, compute.kv_dtype, ops.device, cache.kinds)
     rotations = DeviceRotations(tables, dtype, ops.device)
-    runner = DeviceRunner(model, ops, kv_cache, rotations, info, config.step.max_num_seqs)
+    adapters = None
+    if config.enable_lora:
+        from pagemill_engine.adapters.starting import make_store
+
+        store = make_store(config, spec.decoder, prepared.weights, natively=False)
+        info = info._replace(serves_adapters=True, adapters=store)
+        slots = DeviceTables(spec.decoder, config.max_loras, config.max_lora_rank, dtype, ops.device)
+        adapters = DeviceAdapters(store, slots, config.step.max_num_seqs)
+    runner = DeviceRunner(model, ops, kv_cache, rotations, info, config.step.max_num_seqs, adapters)
     if compiles:
         _profile_memory(runner, files, prepared)
     return runner

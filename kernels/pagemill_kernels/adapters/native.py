@@ -29,12 +29,12 @@ class PackedAdapter:
     """An adapter's matrices for one linear layer."""
 
     def __init__(self, a: Array, parts: Sequence[PartOfB]) -> None:
-        """Pack matrices. `a`: float32 [rank, in], the stacked ones of all parts."""
+        """Pack matrices. `a`: float32 or bits of bfloat16 [rank, in], the stacked ones of all parts."""
         rank, self.in_features = a.shape
         padded = -(-rank // RANKS) * RANKS
         self._a = arrays.empty((self.in_features, padded), np.uint16)
         self._a[...] = 0
-        self._a[:, :rank] = arrays.rounded(np.ascontiguousarray(a.T))
+        self._a[:, :rank] = a.T if a.dtype == np.uint16 else arrays.rounded(a).T
         self._sizes = [(part.first_output, part.first_rank, *part.b.shape) for part in parts]
         self._b = [_panels(part.b) for part in parts]
         self._parts = (library.AdapterPart * len(parts))(

@@ -37,6 +37,10 @@ class TritonAdapterRows:
         experts by that of the first; layers that are not there get nothing."""
         self._slots, self._stacks = slots, stacks
 
+    def at(self, rows: Tensor) -> TritonAdapterRows:
+        """Return the adapters of some of the rows."""
+        return TritonAdapterRows(self._slots[rows], self._stacks)
+
     def add_to(self, number: int, out: Tensor, x: Tensor) -> None:
         """Compute `reference.PlainAdapterRows.add_to`."""
         if (stack := self._stacks.get(number)) is not None:
@@ -67,18 +71,26 @@ class TritonAdapterRows:
             yield found, AdapterMatrices(stack.a[slot], stack.b[slot])
 
 
+def empty_stack(
+    slots: int, experts: int, rank: int, ins: int, outs: int, dtype: torch.dtype, device: torch.device
+) -> AdapterStack:
+    """Return slots of zeros for adapters up to a rank."""
+    rank = max(16, triton.next_power_of_2(rank))
+    a = torch.zeros(slots * experts, rank, ins, dtype=dtype, device=device)
+    return AdapterStack(a, torch.zeros(slots * experts, outs, rank, dtype=dtype, device=device), experts)
+
+
 def stacked(matrices: list[AdapterMatrices | None], experts: int = 1) -> AdapterStack:
     """Stack the matrices of slots, or of slots and experts in turn; None: nothing is added. At least one is there."""
     some = [each for each in matrices if each is not None]
-    rank = max(16, triton.next_power_of_2(max(len(each.a) for each in some)))
     (_, ins), outs = some[0].a.shape, len(some[0].b)
-    a = torch.zeros(len(matrices), rank, ins, dtype=some[0].a.dtype, device=some[0].a.device)
-    b = torch.zeros(len(matrices), outs, rank, dtype=a.dtype, device=a.device)
+    rank, like = max(len(each.a) for each in some), some[0].a
+    stack = empty_stack(len(matrices) // experts, experts, rank, ins, outs, like.dtype, like.device)
     for index, each in enumerate(matrices):
         if each is not None:
-            a[index, : len(each.a)] = each.a
-            b[index, :, : len(each.a)] = each.b
-    return AdapterStack(a, b, experts)
+            stack.a[index, : len(each.a)] = each.a
+            stack.b[index, :, : len(each.a)] = each.b
+    return stack
 
 
 def _add(stack: AdapterStack, index: Tensor, out: Tensor, x: Tensor) -> None:

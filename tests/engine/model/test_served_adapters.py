@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +231,24 @@ def test_a_thousand_swaps_leak_nothing(bases: Any, tmp_path: Path) -> None:
     assert (requests.store.num_loads, len(requests.store.loaded), requests.counts()) == (1006, 2, ([], []))
     assert engine.core.load().num_kv_bytes_active == 0
     engine.core.check_integrity()
+
+
+def test_a_load_beside_steps_is_done_in_pieces(bases: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = bases("llama")
+    engine = Engine(base, max_loras=2)
+    adapted = write_adapter(base, tmp_path, target_modules=["q_proj"])
+    monkeypatch.setattr("pagemill_engine.adapters.store.PIECE_S", 0.0)
+    monkeypatch.setattr("pagemill_engine.adapters.store.LONGEST_STEP_S", 60.0)
+    assert engine.core.adapters is not None
+    store, num_turns = engine.core.adapters.store, 0
+    store.pace.is_free = False
+    future = store.read(adapted.folder)
+    while not wait([future], 0.02).done:
+        store.pace.turn()
+        num_turns += 1
+    assert num_turns >= 6  # a turn for each tensor
+    digest = engine.load(adapted)  # all at once: no step runs
+    assert digest == future.result().digest
 
 
 @pytest.mark.parametrize("number", [40, pytest.param(1000, marks=pytest.mark.full)])

@@ -13,10 +13,11 @@ import msgspec
 import torch
 from torch import Tensor
 
-from pagemill_engine.decoders.on_torch.context import ForwardContext
+from pagemill_engine.decoders.on_torch.context import ALONE, ForwardContext, RowsContext
 from pagemill_engine.decoders.on_torch.decoder import Decoder, DecoderLayer
 from pagemill_engine.decoders.on_torch.device_rotations import DeviceRotations
 from pagemill_engine.executing.device.device_kv_cache import DeviceKVCache
+from pagemill_kernels.adapters.triton_launch import TritonAdapterRows
 from pagemill_kernels.registry import DeviceOps, Ops
 from pagemill_kernels.request_rows.layout import DeviceStepInputs, RowLayout
 
@@ -63,23 +64,27 @@ class DeviceForward:
         finally:
             self._layers = self._model.layers
 
-    def logits(self, inputs: DeviceStepInputs, longest: int) -> Tensor:
-        """Return float32 [sampled, vocab]. `longest`: tokens of the request that has most tokens in the step."""
-        return self.logits_of(self.hidden(inputs, longest), inputs.last_tokens)
+    def logits(self, inputs: DeviceStepInputs, longest: int, adapters: TritonAdapterRows | None = None) -> Tensor:
+        """Return float32 [sampled, vocab]. `longest`: tokens of the request that has most tokens in the step.
 
-    def logits_of(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """Return the logits of `rows` of the hidden states, float32 [rows, vocab]."""
-        return self._model.compute_logits(self._ops.gather_rows(hidden, rows))
+        `adapters`: of the step's tokens.
+        """
+        return self.logits_of(self.hidden(inputs, longest, adapters), inputs.last_tokens, adapters)
 
-    def decode_into(self, logits: Tensor, inputs: DeviceStepInputs) -> None:
+    def logits_of(self, hidden: Tensor, rows: Tensor, adapters: TritonAdapterRows | None = None) -> Tensor:
+        """Return the logits of `rows` of the hidden states, float32 [rows, vocab]. `adapters`: of all of these."""
+        of_rows = ALONE if adapters is None else RowsContext(adapters.at(rows))
+        return self._model.compute_logits(self._ops.gather_rows(hidden, rows), of_rows)
+
+    def decode_into(self, logits: Tensor, inputs: DeviceStepInputs, adapters: TritonAdapterRows | None = None) -> None:
         """Decode requests with one token each, all of which sample. `logits`: float32 [requests, vocab]."""
-        logits.copy_(self._model.raw_logits(self.hidden(inputs, longest=1)))
+        logits.copy_(self._model.raw_logits(self.hidden(inputs, 1, adapters), RowsContext(adapters)))
 
-    def hidden_into(self, hidden: Tensor, inputs: DeviceStepInputs) -> None:
+    def hidden_into(self, hidden: Tensor, inputs: DeviceStepInputs, adapters: TritonAdapterRows | None = None) -> None:
         """Run a pass for requests with any numbers of tokens and store the hidden states."""
-        hidden.copy_(self.hidden(inputs, longest=len(hidden)))
+        hidden.copy_(self.hidden(inputs, len(hidden), adapters))
 
-    def hidden(self, inputs: DeviceStepInputs, longest: int) -> Tensor:
+    def hidden(self, inputs: DeviceStepInputs, longest: int, adapters: TritonAdapterRows | None = None) -> Tensor:
         """Return normalised hidden states, [tokens, hidden]."""
         plan, num_requests = self._on_device.plan_attention, len(inputs.seq_lens)
         kind_of = self._kv_cache.kind_of
@@ -92,6 +97,7 @@ class DeviceForward:
                 window: plan(inputs, num_requests, longest, kind, window, self._block_size)
                 for window, kind in kind_of.items()
             },
+            adapters=adapters,
         )
         return self._model.forward_layers(self._layers, inputs.token_ids, context)
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from pagemill_engine.executing.row_adapters import RowAdapters
 from pagemill_engine.sampling.rows import SamplingRows
 from pagemill_engine.sampling.runs import ranges
 from pagemill_engine.scheduler.step import AdmittedSequence, StepPlan
@@ -70,8 +71,9 @@ class DeviceStep(NamedTuple):
 class DeviceRows:
     """A fixed number of rows; a request keeps its row from admission to release."""
 
-    def __init__(self, row_layout: RowLayout) -> None:
+    def __init__(self, row_layout: RowLayout, adapters: RowAdapters | None = None) -> None:
         self.layout = row_layout
+        self._adapters = adapters
         max_rows = row_layout.padding_row
         self.num_tokens = np.zeros(max_rows, dtype=np.int64)
         self.num_prompt_tokens = np.zeros(max_rows, dtype=np.int64)
@@ -98,6 +100,8 @@ class DeviceRows:
         """
         for row in self.release(plan.released):
             sampling.release(row)
+            if self._adapters is not None:
+                self._adapters.release((row,))
         for admitted in plan.admitted:
             self._admit(admitted, sampling, staging)
         for kind, changes in enumerate(plan.tables):
@@ -165,6 +169,8 @@ class DeviceRows:
         self.num_tokens[row] = len(admitted.token_ids)
         self.num_prompt_tokens[row] = admitted.num_prompt_tokens
         sampling.admit(row, admitted)
+        if self._adapters is not None:
+            self._adapters.admit(row, admitted.adapter_digest)
         staging.put(self.layout.record(row), _record(row, admitted, sampling))
         for kind, held in enumerate(admitted.tables):
             self.num_blocks[kind, row] = held.first + len(held.block_ids)

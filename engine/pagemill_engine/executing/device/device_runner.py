@@ -21,6 +21,7 @@ from torch import Tensor
 from pagemill_engine.decoders.on_torch.decoder import Decoder
 from pagemill_engine.decoders.on_torch.device_rotations import DeviceRotations
 from pagemill_engine.executing.base import RunnerInfo
+from pagemill_engine.executing.device.device_adapters import DeviceAdapters
 from pagemill_engine.executing.device.device_forward import DeviceForward
 from pagemill_engine.executing.device.device_kv_cache import DeviceKVCache
 from pagemill_engine.executing.device.device_rows import DeviceRows, DeviceStep
@@ -33,6 +34,7 @@ from pagemill_engine.sampling.rows import SamplingRows
 from pagemill_engine.sampling.runs import masks_of, runs_of
 from pagemill_engine.sampling.sampler import by_row, mask_rows
 from pagemill_engine.scheduler.step import AdmittedSequence, StepPlan, StepResult, TokenLogprobs
+from pagemill_kernels.adapters.triton_launch import TritonAdapterRows
 from pagemill_kernels.gpu.launch import upload
 from pagemill_kernels.registry import Ops
 from pagemill_kernels.request_rows.layout import DeviceStepInputs, RowLayout, RowState, StepRows
@@ -74,6 +76,7 @@ class DeviceRunner:
         rotations: DeviceRotations,
         info: RunnerInfo,
         max_num_seqs: int,
+        adapters: DeviceAdapters | None = None,
     ) -> None:
         if ops.on_device is None:
             raise ValueError("the rows of requests need a backend that has operations for them")
@@ -84,6 +87,7 @@ class DeviceRunner:
         self.kv_cache = kv_cache
         self._ops, self._on_device = ops, ops.on_device
         self._max_num_seqs = max_num_seqs
+        self._adapters = adapters
         self._make_rows()
         self._sampling = SamplingRows(max_num_seqs, info.vocab_size, counts_on(ops.device))
         self._forward = DeviceForward(model, ops, ops.on_device, kv_cache, rotations, info.block_size)
@@ -142,6 +146,9 @@ class DeviceRunner:
             inputs = self._inputs(step)
             self._build(at, step, inputs)
             logits = self._forward.logits(inputs, step.longest)
+            if self._adapters is not None:
+                slots = np.zeros(num_tokens, dtype=np.int32)  # of a slot that adds zeros, or is not used
+                logits = self._forward.logits(inputs, step.longest, self._adapters.tables.rows(slots))
             drawn = self._on_device.draw_tokens(logits, SamplingBatch(), inputs.settings)
             self._on_device.advance_rows(self._state, at, drawn.tokens)
             drawn.tokens.cpu()
@@ -181,7 +188,8 @@ class DeviceRunner:
     def capture_graphs(self, shapes: list[GraphShape], make_capturer: Callable[[], GraphCapturer]) -> None:
         """Record steps of `shapes`. Later steps are padded to the smallest shape that fits and replayed."""
         with torch.inference_mode():
-            self._graphs = StepGraphs(self._forward, shapes, self._rows.layout, self.info.max_model_len)
+            tables = None if self._adapters is None else self._adapters.tables
+            self._graphs = StepGraphs(self._forward, shapes, self._rows.layout, self.info.max_model_len, tables)
         self._make_capturer = make_capturer
         self._record()
 
@@ -205,7 +213,8 @@ class DeviceRunner:
         staging = Staging()
         self._rows.apply(plan, self._sampling, staging)
         step = self._rows.step(plan)
-        graph = None if self._graphs is None else self._graphs.graph_for(step)
+        adapted = self._adapters is not None and bool((self._adapters.slots(step.rows) >= 0).any())
+        graph = None if self._graphs is None else self._graphs.graph_for(step, adapted=adapted)
         padded, at = self._placed(staging, step, None if graph is None else graph.shape)
         for kind, changes in enumerate(plan.tables):
             self.kv_cache.copy_blocks(kind, changes.copies)
@@ -213,24 +222,43 @@ class DeviceRunner:
             return InFlight([])
         inputs = self._inputs(step) if graph is None else graph.inputs
         self._build(at, padded, inputs)
+        adapters = self._adapters_of(padded, graph) if adapted else None
         if plan.prompt_targets:  # never in a decode
-            return self._report_and_sample(plan, at, step, inputs, self._hidden(step, inputs, graph))
-        return self._sample(plan, at, step, self._logits(step, inputs, graph), inputs.settings)
+            hidden = self._hidden(step, inputs, graph, adapters)
+            return self._report_and_sample(plan, at, step, inputs, hidden, adapters)
+        return self._sample(plan, at, step, self._logits(step, inputs, graph, adapters), inputs.settings)
+
+    def _adapters_of(self, padded: DeviceStep, graph: CapturedGraph | None) -> TritonAdapterRows:
+        """Return the adapters of the padded step's tokens, in the graph's buffer if there is one."""
+        assert self._adapters is not None
+        tables = self._adapters.tables
+        rows = np.repeat(padded.rows, np.diff(padded.query_start_loc))
+        slots = tables.upload(self._adapters.slots(rows))
+        if graph is None or graph.slots is None:
+            return tables.on_device(slots)
+        graph.slots.copy_(slots)
+        return tables.on_device(graph.slots)
 
     def _report_and_sample(
-        self, plan: StepPlan, at: StepRows, step: DeviceStep, inputs: DeviceStepInputs, hidden: Tensor
+        self,
+        plan: StepPlan,
+        at: StepRows,
+        step: DeviceStep,
+        inputs: DeviceStepInputs,
+        hidden: Tensor,
+        adapters: TritonAdapterRows | None,
     ) -> InFlight:
         starts = dict(zip(step.request_ids, step.query_start_loc.tolist(), strict=False))
         pieces = list(PromptRows.of(plan.prompt_targets, starts).pieces(self._piece_rows))
-        downloads = [download_report(self._report(hidden, piece)) for piece in pieces]
-        logits = self._forward.logits_of(hidden, inputs.last_tokens[: step.num_sampled])
+        downloads = [download_report(self._report(hidden, piece, adapters)) for piece in pieces]
+        logits = self._forward.logits_of(hidden, inputs.last_tokens[: step.num_sampled], adapters)
         handle = self._sample(plan, at, step, logits, inputs.settings)
         handle.read_prompts = partial(_read_prompts, plan, pieces, downloads, _mark(self._ops.device))
         return handle
 
-    def _report(self, hidden: Tensor, piece: PromptRows) -> Report:
+    def _report(self, hidden: Tensor, piece: PromptRows, adapters: TritonAdapterRows | None) -> Report:
         rows, token_ids = upload(piece.rows, self._ops.device), upload(piece.token_ids, self._ops.device)
-        logits = self._forward.logits_of(hidden, rows)
+        logits = self._forward.logits_of(hidden, rows, adapters)
         report: Report = self._on_device.report_logprobs(logits, token_ids, piece.reports)
         return report
 
@@ -252,17 +280,29 @@ class DeviceRunner:
         self._on_device.write_rows(self._state, writes)
         return at
 
-    def _hidden(self, step: DeviceStep, inputs: DeviceStepInputs, graph: CapturedGraph | None) -> Tensor:
+    def _hidden(
+        self,
+        step: DeviceStep,
+        inputs: DeviceStepInputs,
+        graph: CapturedGraph | None,
+        adapters: TritonAdapterRows | None,
+    ) -> Tensor:
         """Return normalised hidden states of at least the step's tokens, valid until the next step."""
-        return self._forward.hidden(inputs, step.longest) if graph is None else graph.run()
+        return self._forward.hidden(inputs, step.longest, adapters) if graph is None else graph.run()
 
-    def _logits(self, step: DeviceStep, inputs: DeviceStepInputs, graph: CapturedGraph | None) -> Tensor:
+    def _logits(
+        self,
+        step: DeviceStep,
+        inputs: DeviceStepInputs,
+        graph: CapturedGraph | None,
+        adapters: TritonAdapterRows | None,
+    ) -> Tensor:
         """Return the logits of the requests that sample."""
         if graph is None:
-            return self._forward.logits(inputs, step.longest)
+            return self._forward.logits(inputs, step.longest, adapters)
         if graph.shape.is_decode:
             return graph.run()[: len(step.rows)]
-        return self._forward.logits_of(graph.run(), inputs.last_tokens[: step.num_sampled])
+        return self._forward.logits_of(graph.run(), inputs.last_tokens[: step.num_sampled], adapters)
 
     def _inputs(self, step: DeviceStep) -> DeviceStepInputs:
         sizes = (step.num_tokens, len(step.rows), step.num_sampled)
@@ -271,7 +311,7 @@ class DeviceRunner:
     def _make_rows(self) -> None:
         info, max_num_seqs = self.info, self._max_num_seqs
         layout = RowLayout.of(max_num_seqs, info.max_model_len, info.block_size, len(info.kinds))
-        self._rows = DeviceRows(layout)
+        self._rows = DeviceRows(layout, self._adapters)
         self._state = RowState(layout, self.kv_cache.padding_blocks, self._ops.device)
 
     def _build(self, at: StepRows, step: DeviceStep, inputs: DeviceStepInputs) -> None:

@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from pagemill_engine.executing.device.device_adapters import DeviceTables
 from pagemill_engine.executing.device.device_forward import DeviceForward
 from pagemill_engine.executing.device.device_rows import DeviceStep
 from pagemill_kernels.request_rows.layout import DeviceStepInputs, RowLayout
@@ -106,6 +107,8 @@ class CapturedGraph:
     """Inputs; fill them before `run`."""
     out: Tensor
     replay: Callable[[], None]
+    slots: Tensor | None = None
+    """The adapters' slots of its tokens; fill them before `run`. None: no token has one."""
 
     def run(self) -> Tensor:
         """Replay the graph.
@@ -119,10 +122,16 @@ class CapturedGraph:
 
 class StepGraphs:
     def __init__(
-        self, forward: DeviceForward, shapes: Iterable[GraphShape], layout: RowLayout, max_model_len: int
+        self,
+        forward: DeviceForward,
+        shapes: Iterable[GraphShape],
+        layout: RowLayout,
+        max_model_len: int,
+        adapters: DeviceTables | None = None,
     ) -> None:
-        """Allocate buffers only; `capture` captures the graphs."""
+        """Allocate buffers only; `capture` captures the graphs, with `adapters` and without."""
         self._forward, self._max_model_len = forward, max_model_len
+        self._adapters = adapters if adapters is not None and adapters.is_capturable else None
         shapes = sorted(shapes)
         # No padding request has more tokens than a row.
         possible = [each for each in shapes if each.num_tokens <= each.num_requests * max_model_len]
@@ -131,7 +140,8 @@ class StepGraphs:
         self._inputs = forward.empty_inputs(most_tokens, most_requests, layout)
         self._logits = forward.empty_logits(_most_tokens(shapes, decodes=True))
         self._hidden = forward.empty_hidden(_most_tokens(shapes, decodes=False))
-        self._captured: dict[GraphShape, CapturedGraph] = {}
+        self._slots = None if self._adapters is None else self._adapters.empty_slots(most_tokens)
+        self._captured: dict[tuple[GraphShape, bool], CapturedGraph] = {}
 
     def capture(self, capturer: GraphCapturer, prepare: Callable[[GraphShape, DeviceStepInputs], None]) -> None:
         """Capture all shapes, the largest first, whose memory the others reuse.
@@ -142,12 +152,27 @@ class StepGraphs:
             inputs = self._inputs.first(shape.num_tokens, shape.num_requests)
             out = (self._logits if shape.is_decode else self._hidden)[: shape.num_tokens]
             run = self._forward.decode_into if shape.is_decode else self._forward.hidden_into
-            capture = partial(run, out, inputs)
             prepare(shape, inputs)
-            # One-time compilation, loading and tuning cannot be captured.
-            with self._forward.abbreviated():
-                capture()
-            self._captured[shape] = CapturedGraph(shape, inputs, out, capturer.capture(capture))
+            self._capture(capturer, shape, inputs, out, partial(run, out, inputs))
+            if self._adapters is not None and self._slots is not None:
+                slots = self._slots[: shape.num_tokens]
+                of_tokens = self._adapters.on_device(slots)
+                self._capture(capturer, shape, inputs, out, partial(run, out, inputs, of_tokens), slots)
+
+    def _capture(
+        self,
+        capturer: GraphCapturer,
+        shape: GraphShape,
+        inputs: DeviceStepInputs,
+        out: Tensor,
+        run: Callable[[], None],
+        slots: Tensor | None = None,
+    ) -> None:
+        # One-time compilation, loading and tuning cannot be captured.
+        with self._forward.abbreviated():
+            run()
+        captured = CapturedGraph(shape, inputs, out, capturer.capture(run), slots)
+        self._captured[shape, slots is not None] = captured
 
     def forget(self) -> None:
         """Drop the graphs, because the buffers that they read will be replaced."""
@@ -156,10 +181,10 @@ class StepGraphs:
     @property
     def shapes(self) -> list[GraphShape]:
         """Shapes that are captured now."""
-        return list(self._captured)
+        return list(dict.fromkeys(shape for shape, _ in self._captured))
 
-    def graph_for(self, step: DeviceStep) -> CapturedGraph | None:
-        """Return the smallest graph that the step can be padded to, or None."""
+    def graph_for(self, step: DeviceStep, *, adapted: bool = False) -> CapturedGraph | None:
+        """Return the smallest graph that the step can be padded to, or None. `adapted`: whether it has adapters."""
         num_tokens, num_requests = step.num_tokens, len(step.rows)
         if step.num_sampled > len(self._inputs.last_tokens):
             return None
@@ -167,7 +192,7 @@ class StepGraphs:
         for shape in shapes[bisect_left(shapes, (num_tokens,)) :] if num_tokens else ():
             padding, spare = shape.num_tokens - num_tokens, shape.num_requests - num_requests
             if spare >= 0 and padding <= spare * self._max_model_len:
-                return self._captured.get(shape)
+                return self._captured.get((shape, adapted))
         return None
 
 
