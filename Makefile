@@ -28,6 +28,7 @@ BENCHES := offline_throughput experts quantized structured_output quality kv_was
 E2E_CONTEXT ?=
 PAGEMILL_TAG ?=
 CASES ?= e2e
+comma := ,
 ifeq ($(E2E_CONTEXT),)
 on_cluster = $(BIN)/python e2e/cluster with bash -c \
 	'exec $(BIN)/pytest $(CASES) $(1) --kubeconfig "$$KUBECONFIG" --image-tag "$$PAGEMILL_TAG"'
@@ -145,7 +146,7 @@ bench-routing: .venv/.installed | $(UV) ## Compare which pods other routers choo
 	$(BIN)/python bench/gateway_routing.py --uv $(UV) $(ROUTING)
 
 # Where CI installs Go, for machines without one that is new enough.
-e2e e2e-full e2e-scale e2e-measure: export PATH := $(CURDIR)/.uv/bin:$(PATH)
+e2e e2e-full e2e-addresses e2e-scale e2e-measure: export PATH := $(CURDIR)/.uv/bin:$(PATH)
 
 .PHONY: e2e
 e2e: .venv/.installed ## Prove the platform on a real Kubernetes: the smoke cases (root; E2E_CONTEXT=NAME uses yours)
@@ -155,6 +156,13 @@ e2e: .venv/.installed ## Prove the platform on a real Kubernetes: the smoke case
 .PHONY: e2e-full
 e2e-full: .venv/.installed ## Prove all of it: every end-to-end case, the largest one too
 	$(call on_cluster,-m "not measure")
+	$(if $(E2E_CONTEXT)$(filter-out e2e,$(CASES)),,for families in IPv6 IPv6$(comma)IPv4; do \
+		E2E_FAMILIES=$$families $(MAKE) e2e-addresses || exit 1; done)
+
+.PHONY: e2e-addresses
+e2e-addresses: .venv/.installed ## Serve over the addresses of E2E_FAMILIES: IPv4, IPv6, or both as IPv6,IPv4
+	$(BIN)/python e2e/cluster with bash -c \
+		'exec $(BIN)/pytest e2e/addresses --kubeconfig "$$KUBECONFIG" --image-tag "$$PAGEMILL_TAG"'
 
 .PHONY: e2e-scale
 e2e-scale: .venv/.installed ## 500 LLMDeployments on 200 hollow nodes

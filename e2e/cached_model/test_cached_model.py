@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from support import hubs
+from support.certificates import certificate
 from support.deployments import Deployed, deploy
 from support.kubectl import Kubectl
 from support.objects import secret
 from support.release import Release
+from support.waiting import until
 
 
 @pytest.fixture
@@ -19,6 +22,7 @@ def endpoint(release: Release, space: Kubectl) -> str:
     return hubs.start(space, release.image_tag)
 
 
+@pytest.mark.smoke
 def test_a_model_is_downloaded_once_and_served_from_its_volume(release: Release, space: Kubectl, endpoint: str) -> None:
     chat = deploy(space, hubs.cached("chat", endpoint))
     chat.wait_ready(1)
@@ -55,6 +59,50 @@ def test_wrong_credentials_are_reported_with_the_remedy_until_they_are_corrected
     space.apply(secret("right-credentials", token=hubs.TOKEN))
     chat.patch(model={"credentialsSecretRef": {"name": "right-credentials"}})
     chat.wait_ready(1)
+
+
+def test_a_source_with_a_private_authority_is_fetched_with_its_config_map(
+    release: Release, space: Kubectl, tmp_path: Path
+) -> None:
+    pair = certificate(tmp_path, "hub", hubs.server_name(space))
+    untrusting = hubs.cached("chat", hubs.start(space, release.image_tag, pair))
+    chat = deploy(space, untrusting)
+    refusal = chat.wait_reason("Ready", "HubUnreachable", 60)
+    assert "certificate" in refusal["message"].lower(), refusal
+    data = {"ca.crt": pair["tls.crt"]}
+    space.apply({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "authority"}, "data": data})
+    template = untrusting["spec"]["template"]["spec"]
+    template["volumes"] = [{"name": "authority", "configMap": {"name": "authority"}}]
+    template["containers"][0]["volumeMounts"] = [{"name": "authority", "mountPath": "/etc/authority"}]
+    untrusting["spec"]["engine"]["env"].append({"name": "SSL_CERT_FILE", "value": "/etc/authority/ca.crt"})
+    space.apply(untrusting)
+    chat.wait_ready(1)
+    assert release.service("chat").ask()
+
+
+def test_a_source_that_is_out_of_reach_is_one_reason_that_stays(release: Release, space: Kubectl) -> None:
+    """As behind a network policy, which this cluster does not enforce: no connection to the address opens."""
+    space.apply(secret(hubs.CREDENTIALS, token=hubs.TOKEN))
+    chat = deploy(space, hubs.cached("chat", "http://192.0.2.1:8080"))
+    until("the loader has started", lambda: _loader_restarts(chat) is not None, timeout_s=30)
+    refusal = chat.wait_reason("Ready", "HubUnreachable", 20)
+    assert "NetworkPolicy chat-engine" in refusal["message"], refusal
+    seen = set()
+
+    def has_run_again() -> bool:
+        seen.add(chat.condition("Ready")["reason"])
+        return (_loader_restarts(chat) or 0) >= 2
+
+    until("the loader has run twice more", has_run_again, timeout_s=120, interval_s=0.3)
+    assert seen == {"HubUnreachable"}
+
+
+def _loader_restarts(chat: Deployed) -> int | None:
+    """Return how often the loader was started again; None before it has started."""
+    pods = chat.kubectl.items("pods", "--selector", f"{chat.selector},app.kubernetes.io/component=loader")
+    statuses = [each for pod in pods for each in pod["status"].get("containerStatuses", [])]
+    restarts = [each["restartCount"] for each in statuses if "waiting" not in each["state"] or each["restartCount"]]
+    return restarts[0] if restarts else None
 
 
 def _loader(chat: Deployed) -> dict[str, Any]:

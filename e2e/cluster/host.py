@@ -11,7 +11,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from layout import BRIDGE, NODE_IP, POD_RANGE, RUN
+from layout import BRIDGE, FAMILIES, RUN
 
 TOOLS = {"runc": "runc", "nft": "nftables", "ip": "iproute2", "openssl": "openssl"}
 """The Debian package of each required program."""
@@ -19,6 +19,8 @@ CNI_PLUGIN = Path("/usr/lib/cni/bridge")
 PATH = f"/usr/local/sbin:/usr/sbin:/sbin:{os.environ.get('PATH', '/usr/bin:/bin')}"
 SYSCTL = Path("/proc/sys/net")
 SWITCHES = {SYSCTL / "ipv4" / "ip_forward": "1", SYSCTL / "bridge" / "bridge-nf-call-iptables": "1"}
+if any(":" in family.node_ip for family in FAMILIES):
+    SWITCHES |= {SYSCTL / "ipv6/conf/all/forwarding": "1", SYSCTL / "bridge/bridge-nf-call-ip6tables": "1"}
 
 
 class HostError(Exception):
@@ -40,7 +42,9 @@ def check() -> None:
 
 def prepare() -> None:
     _run("ip", "link", "add", BRIDGE, "type", "bridge")
-    _run("ip", "addr", "add", f"{NODE_IP}/{POD_RANGE.split('/')[1]}", "dev", BRIDGE)
+    for family in FAMILIES:
+        at_once = ["nodad"] if ":" in family.node_ip else []
+        _run("ip", "addr", "add", f"{family.node_ip}/{family.pod_range.split('/')[1]}", "dev", BRIDGE, *at_once)
     _run("ip", "link", "set", BRIDGE, "up")
     before = {str(switch): switch.read_text() for switch in SWITCHES if switch.exists()}
     (RUN / "switches.json").write_text(json.dumps(before))

@@ -15,16 +15,13 @@ from layout import (
     AUDIT_LOG,
     BRIDGE,
     CONTAINERD_SOCKET,
-    FIRST_POD_IP,
+    FAMILIES,
     IMAGES,
     KUBECONFIG,
-    KUBERNETES_SERVICE_IP,
     NODE,
     NODE_IP,
     PAUSE_IMAGE,
-    POD_RANGE,
     RUN,
-    SERVICE_RANGE,
 )
 
 HERE = Path(__file__).resolve().parent
@@ -40,8 +37,7 @@ SERVER_NAMES = (
     "DNS:kubernetes.default.svc",
     "DNS:kubernetes.default",
     "IP:127.0.0.1",
-    f"IP:{NODE_IP}",
-    f"IP:{KUBERNETES_SERVICE_IP}",
+    *(f"IP:{address}" for family in FAMILIES for address in (family.node_ip, family.kubernetes_service_ip)),
 )
 USERS: dict[str, Sequence[str]] = {
     "admin": ["system:masters"],
@@ -85,7 +81,7 @@ def configure() -> None:
     credentials.make_certificate(RUN / "apiserver", SERVER_NAMES)
     credentials.make_certificate(RUN / FRONT_PROXY, [f"DNS:{FRONT_PROXY}"])
     tokens = credentials.make_tokens(RUN / "tokens.csv", USERS)
-    server = f"https://{NODE_IP}:{API_PORT}"
+    server = f"https://[{NODE_IP}]:{API_PORT}" if ":" in NODE_IP else f"https://{NODE_IP}:{API_PORT}"
     for user, token in tokens.items():
         credentials.write_kubeconfig(kubeconfig(user), server=server, authority=CERTIFICATE, token=token)
     (RUN / "cni").mkdir(exist_ok=True)
@@ -122,7 +118,7 @@ def _apiserver_flags() -> list[str]:
         "--authorization-mode=Node,RBAC",
         "--enable-admission-plugins=NodeRestriction",
         "--allow-privileged=true",
-        f"--service-cluster-ip-range={SERVICE_RANGE}",
+        f"--service-cluster-ip-range={','.join(family.service_range for family in FAMILIES)}",
         "--service-account-issuer=https://kubernetes.default.svc",
         f"--service-account-key-file={KEY}",
         f"--service-account-signing-key-file={KEY}",
@@ -160,7 +156,7 @@ def _kubelet_flags() -> list[str]:
         f"--config={RUN / 'kubelet.yaml'}",
         f"--kubeconfig={kubeconfig(f'system:node:{NODE}')}",
         f"--hostname-override={NODE}",
-        f"--node-ip={NODE_IP}",
+        f"--node-ip={','.join(family.node_ip for family in FAMILIES)}",
         f"--root-dir={RUN / 'kubelet'}",
         f"--cert-dir={RUN / 'kubelet-pki'}",
     ]
@@ -188,8 +184,8 @@ def _network() -> dict[str, Any]:
         "ipam": {
             "type": "host-local",
             "dataDir": str(RUN / "ipam"),
-            "ranges": [[{"subnet": POD_RANGE, "rangeStart": FIRST_POD_IP}]],
-            "routes": [{"dst": "0.0.0.0/0"}],
+            "ranges": [[{"subnet": family.pod_range, "rangeStart": family.first_pod_ip}] for family in FAMILIES],
+            "routes": [{"dst": family.anywhere} for family in FAMILIES],
         },
     }
     return {"cniVersion": "1.0.0", "name": "pods", "plugins": [bridge]}
@@ -237,7 +233,7 @@ def _kube_proxy() -> dict[str, Any]:
         "apiVersion": "kubeproxy.config.k8s.io/v1alpha1",
         "kind": "KubeProxyConfiguration",
         "mode": "nftables",
-        "clusterCIDR": POD_RANGE,
+        "clusterCIDR": ",".join(family.pod_range for family in FAMILIES),
         "clientConnection": {"kubeconfig": str(kubeconfig("system:kube-proxy"))},
         "conntrack": {"maxPerCore": 0, "tcpEstablishedTimeout": "0s", "tcpCloseWaitTimeout": "0s"},
         "healthzBindAddress": "127.0.0.1:10256",

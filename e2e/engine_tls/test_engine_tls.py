@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import socket
 import ssl
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.certificates import certificate
 from support.clusters import OneNode
 from support.deployments import Deployed, deploy
 from support.kubectl import Kubectl
@@ -41,7 +41,7 @@ def test_tls_to_engines_is_turned_on_renewed_and_turned_off_without_a_lost_answe
     chat.wait_ready(2)
     assert not listening(chat) & HTTPS_PORTS
     service = changed.service(MODEL)
-    first, second = certificate(tmp_path, "first"), certificate(tmp_path, "second")
+    first, second = certificate(tmp_path, "first", SERVER_NAME), certificate(tmp_path, "second", SERVER_NAME)
     keep(changed, space, first, first["tls.crt"])
 
     old = chat.pods()
@@ -73,28 +73,6 @@ def test_tls_to_engines_is_turned_on_renewed_and_turned_off_without_a_lost_answe
         load.wait_for(10)
     load.report().assert_all_complete(at_least=20)
     assert not listening(chat) & HTTPS_PORTS
-
-
-def certificate(folder: Path, name: str) -> dict[str, str]:
-    """Return a self-signed certificate, which is its own authority."""
-    files = {"tls.crt": folder / f"{name}.crt", "tls.key": folder / f"{name}.key"}
-    command = [
-        "openssl",
-        "req",
-        "-x509",
-        "-newkey",
-        "ec",
-        "-pkeyopt",
-        "ec_paramgen_curve:P-256",
-        "-nodes",
-        "-days",
-        "1",
-    ]
-    command += ["-days", "1", "-subj", f"/CN={name}", "-addext", f"subjectAltName=DNS:{SERVER_NAME}"]
-    subprocess.run(
-        [*command, "-keyout", str(files["tls.key"]), "-out", str(files["tls.crt"])], check=True, capture_output=True
-    )
-    return {entry: path.read_text() for entry, path in files.items()}
 
 
 def keep(release: Release, space: Kubectl, pair: dict[str, str], authority: str) -> None:

@@ -44,6 +44,16 @@ def test_an_hpa_moves_the_replicas_through_the_scale_subresource(release: Releas
     space.delete("hpa/chat")
 
 
+def test_an_autoscaler_beside_the_operators_own_is_named(release: Release, space: Kubectl) -> None:
+    chat = deploy(space, llmdeployment("chat", autoscaling={"mode": "Active", "minReplicas": 1, "maxReplicas": 2}))
+    chat.wait_ready(1)
+    space.apply(autoscaler("chat", lowest=2, highest=2))
+    named = "AutoscalerIgnored: the number of replicas that HorizontalPodAutoscaler chat writes is ignored"
+    until("Ready names the autoscaler", lambda: named in chat.condition("Ready")["message"], timeout_s=15)
+    space.delete("hpa/chat")
+    until("Ready names none", lambda: named not in chat.condition("Ready")["message"], timeout_s=15)
+
+
 def test_in_mode_external_kubectl_scale_changes_the_replicas(release: Release, space: Kubectl) -> None:
     autoscaling = {"mode": "External", "minReplicas": 1, "maxReplicas": 3}
     chat = deploy(space, llmdeployment("chat", autoscaling=autoscaling))

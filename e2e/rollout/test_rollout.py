@@ -28,6 +28,8 @@ def assistant(release: Release, space: Kubectl) -> Deployed:
 def test_a_new_model_name_interrupts_no_stream(release: Release, assistant: Deployed) -> None:
     with running_load(release.service(ALIAS)) as load:
         assistant.patch(model={"name": "assistant-2"})
+        until("gateways serve the new name", lambda: "assistant-2" in release.service(ALIAS).models())
+        assert release.service("assistant-1").ask(), "the name of the replicas that still serve is refused"
         assistant.wait_settled()
         load.wait_for(10)
         names = release.service(ALIAS).models()

@@ -13,6 +13,8 @@ import hashlib
 import json
 import os
 import signal
+import socket
+import ssl
 import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
@@ -22,10 +24,14 @@ from urllib.parse import unquote, urlsplit
 
 COMMIT = hashlib.sha1(b"the only commit").hexdigest()
 CHUNK_BYTES = 1 << 20
+CERTIFICATE = Path("/tls/tls.crt")
+"""With its key beside it; the hub uses HTTPS if it exists."""
 
 
 class Hub(ThreadingHTTPServer):
-    """The HTTP server with its one repository."""
+    """The HTTP server with its one repository, at every address of both families."""
+
+    address_family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
 
     def __init__(self, port: int, repository: str, token: str, paths: list[Path]) -> None:
         super().__init__(("", port), Handler)
@@ -141,4 +147,9 @@ def _sha256(path: Path) -> str:
 if __name__ == "__main__":
     # A container's first process ignores the signal without an explicit handler.
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-    Hub(int(sys.argv[1]), sys.argv[2], sys.argv[3], [_located(name) for name in sys.argv[4:]]).serve_forever()
+    hub = Hub(int(sys.argv[1]), sys.argv[2], sys.argv[3], [_located(name) for name in sys.argv[4:]])
+    if CERTIFICATE.exists():
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(CERTIFICATE, CERTIFICATE.with_suffix(".key"))
+        hub.socket = context.wrap_socket(hub.socket, server_side=True)
+    hub.serve_forever()
