@@ -26,7 +26,10 @@ from report import ROOT, emit, median
 NATIVE_SOURCES = "kernels/pagemill_kernels/cpu/src"
 NATIVE_LIBRARIES = "kernels/pagemill_kernels/cpu/lib"
 COMPILE = """
+import sys
 from types import SimpleNamespace
+# The environment has no build backend, and of the hook's class only what the commit itself wrote is called.
+sys.modules["hatchling.builders.hooks.plugin.interface"] = SimpleNamespace(BuildHookInterface=object)
 import hatch_build
 build = SimpleNamespace(root=".", app=SimpleNamespace(display_warning=print))
 hatch_build.NativeKernels.initialize(build, "", {"artifacts": []})

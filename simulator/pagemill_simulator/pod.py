@@ -16,8 +16,9 @@ from pagemill_engine.executing.base import RunnerInfo
 from pagemill_engine.executing.null import DEFAULT_STEP_TIME, NullRunner
 from pagemill_engine.ipc.messages import StepOutputs
 from pagemill_engine.loop.core import EngineCore
-from pagemill_protocol.hashes import HASH_VERSION, NO_HASHES, prefix_chunk_blocks
+from pagemill_protocol.hashes import HASH_VERSION, NO_HASHES
 from pagemill_protocol.report.adapters import AdapterSlots
+from pagemill_protocol.report.cache_kinds import chunk_blocks
 from pagemill_protocol.report.state import Digests, EngineLoad, StateFrame
 from pagemill_protocol.report.step_time import StepTimeModel
 from pagemill_protocol.request.generate import GenerateRequest
@@ -80,7 +81,7 @@ class SimulatedPod:
             max_model_len=info.max_model_len,
             max_num_batched_tokens=settings.step.max_num_batched_tokens,
             max_num_seqs=settings.step.max_num_seqs,
-            prefix_chunk_blocks=prefix_chunk_blocks(info.block_size, info.num_blocks),
+            prefix_chunk_blocks=chunk_blocks(info.kinds, info.num_blocks, info.block_size),
             load=EngineLoad(num_kv_bytes_total=info.num_blocks),
             start_s=start_s or {},
         )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from gate import COMPILE
 
 ROOT = Path(__file__).resolve().parents[2]
 ARGV = [sys.executable, str(ROOT / "bench" / "gate.py"), "--base", "HEAD", "--pairs", "2", "--figures", "step"]
@@ -24,6 +26,14 @@ def test_a_ratio_below_the_limit_fails(limit: str, code: int) -> None:
     assert result["ratios"]["step"] > 0
     assert ("slower than" in done.stderr) == bool(code)
     assert _worktrees() == worktrees, "the folder of the base commit must be removed"
+
+
+def test_kernels_of_an_earlier_commit_need_no_build_backend() -> None:
+    environment = {**os.environ, "PAGEMILL_KERNEL_MACHINE": "none"}
+    argv = [sys.executable, "-c", COMPILE]
+    done = subprocess.run(argv, cwd=ROOT / "kernels", env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "no C++ compiler" in done.stdout
 
 
 def _worktrees() -> list[str]:

@@ -28,7 +28,7 @@ def test_rows_padding_and_spare_states_come_off_before_sequences_get_blocks() ->
     assert bytes_beside(HYBRID, 64) == beside
     num_full, num_states = cache.counts
     spares = 1 + 64 // 16
-    per_sequence = sequence_bytes(HYBRID, 4096, 1, 16) - HYBRID[1].row_bytes
+    per_sequence = sequence_bytes(HYBRID, 4096, 1, 16)
     fitting = (total - beside - spares * 48 * MIB) / per_sequence
     assert num_full == int(256 * fitting)
     assert num_states == spares + int(fitting)

@@ -40,7 +40,7 @@ def test_a_sequence_has_one_state_however_long_it_is() -> None:
     full, state = _kinds([VectorsSpec(2, 64), DELTA])
     assert [first_needed(state, num_tokens, 16) for num_tokens in (0, 15, 16, 31, 32, 1000)] == [0, 0, 0, 0, 1, 61]
     for num_tokens, num_states in [(15, 0), (16, 1), (4096, 1)]:
-        held = -(-num_tokens // 16) * full.block_bytes + num_states * state.block_bytes + state.row_bytes
+        held = -(-num_tokens // 16) * full.block_bytes + num_states * state.block_bytes
         assert sequence_bytes([full, state], num_tokens, 512, 16) == held
     assert blocks_at([full, state], [100, 3], 320, 16) == 60, "three sequences have states"
     assert blocks_at([full, state], [100, 9], 320, 16) == 100
@@ -53,7 +53,7 @@ def test_what_one_sequence_needs_and_holds_on_average_agree_with_its_largest_siz
     kinds = _kinds([DELTA, VectorsSpec(4, 8, 100), VectorsSpec(4, 8)])
     sizes = range(160, 4000, 7)
     for num_tokens in sizes:
-        at_end = sequence_bytes(kinds, num_tokens, 1, 16) - sum(kind.row_bytes for kind in kinds)
+        at_end = sequence_bytes(kinds, num_tokens, 1, 16)
         assert needed_bytes(kinds, -(-num_tokens // 16), 1, num_tokens, 16) == at_end
         assert abs(mean_bytes(kinds, num_tokens, 16) - at_end) <= sum(kind.block_bytes for kind in kinds)
     averages = [mean_bytes(kinds[:1], num_tokens, 16) for num_tokens in range(160, 176)]

@@ -16,7 +16,14 @@ from pagemill_engine.sizing.budget import keeps_nothing
 from pagemill_engine.weights.errors import LoadError
 from pagemill_kernels.kv_store.kinds import ITEM_BYTES, KVType, token_bytes
 from pagemill_models.spec.model_spec import ModelSpec, kinds_of
-from pagemill_protocol.report.cache_kinds import ANY_LENGTH, CacheKind, most_held, most_of_first, one_kind
+from pagemill_protocol.report.cache_kinds import (
+    ANY_LENGTH,
+    CacheKind,
+    most_held,
+    most_of_first,
+    one_kind,
+    sequence_bytes,
+)
 
 USUAL_TOKENS = 4096
 """Tokens of the sequences for which memory is divided among kinds, unless the model's are shorter."""
@@ -105,10 +112,11 @@ def _counts(
 ) -> list[int] | None:
     """Return the blocks of each kind, or None if the bytes do not suffice."""
     fewest = [fewest_blocks(kind, longest, step, block_size) for kind in kinds]
-    shares = [most_held(kind, 0, min(longest, USUAL_TOKENS), 1, block_size) for kind in kinds]
+    usual = min(longest, USUAL_TOKENS)
+    shares = [most_held(kind, 0, usual, 1, block_size) for kind in kinds]
     taken = sum(few * kind.block_bytes for few, kind in zip(fewest, kinds, strict=True))
     rest = total - bytes_beside(kinds, step.max_num_seqs) - taken
-    weight = sum(share * kind.block_bytes for share, kind in zip(shares, kinds, strict=True))
+    weight = sequence_bytes(kinds, usual, 1, block_size)
     if rest <= 0 or not weight:
         return None
     return [few + rest * share // weight for few, share in zip(fewest, shares, strict=True)]

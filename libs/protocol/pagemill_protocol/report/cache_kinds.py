@@ -69,10 +69,9 @@ def most_held(kind: CacheKind, num_computed: int, num_tokens: int, step_tokens: 
 
 
 def sequence_bytes(kinds: Iterable[CacheKind], num_tokens: int, step_tokens: int, block_size: int) -> int:
-    """Return the most bytes that a sequence holds until it has `num_tokens` tokens, in steps of `step_tokens`."""
-    return sum(
-        most_held(kind, 0, num_tokens, step_tokens, block_size) * kind.block_bytes + kind.row_bytes for kind in kinds
-    )
+    """Return the most bytes of blocks that a sequence holds until it has `num_tokens` tokens, in steps of
+    `step_tokens`. Its row, with the inputs since its last state, is no block: memory is divided without it."""
+    return sum(most_held(kind, 0, num_tokens, step_tokens, block_size) * kind.block_bytes for kind in kinds)
 
 
 def needed_bytes(

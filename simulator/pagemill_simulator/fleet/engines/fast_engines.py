@@ -19,7 +19,7 @@ from pagemill_engine.loop.limits import scheduler_limits
 from pagemill_gateway.admission.reservations import REPORTS_UNTIL_COUNTED
 from pagemill_gateway.brain.interface import HashScheme
 from pagemill_protocol.errors import context_length_exceeded, unavailable
-from pagemill_protocol.hashes import prefix_chunk_blocks
+from pagemill_protocol.report.cache_kinds import chunk_blocks
 from pagemill_protocol.report.state import EngineLoad, StateFrame
 from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_simulator.events import Events
@@ -55,7 +55,7 @@ class FastEngines:
             max_model_len=limits.max_model_len,
             max_num_batched_tokens=limits.max_num_batched_tokens,
             max_num_seqs=limits.max_num_seqs,
-            prefix_chunk_blocks=prefix_chunk_blocks(limits.block_size, limits.num_blocks),
+            prefix_chunk_blocks=chunk_blocks(limits.kinds, limits.num_blocks, limits.block_size),
         )
 
     def start(self, pod_name: str, observe: Observe, deliver: Deliver, start_s: dict[str, float]) -> FastEngine:
