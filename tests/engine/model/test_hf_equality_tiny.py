@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from greedy_families import greedy_references
 
 from pagemill_engine.decoders.native.decoder import NativeDecoder
 from pagemill_engine.decoders.rope import rope_tables
@@ -85,19 +86,6 @@ def reference_model(kind: str, overrides: dict[str, Any]) -> Any:
     return model
 
 
-@torch.no_grad()
-def greedy_reference(model: Any, prompts: list[list[int]]) -> tuple[list[list[int]], list[float]]:
-    """Return continuations and all differences; the whole sequence is computed for each token, without a cache."""
-    sequences = torch.tensor(prompts)
-    gaps: list[float] = []
-    for _ in range(NUM_TOKENS):
-        logprobs = model(sequences, use_cache=False).logits[:, -1].log_softmax(-1)
-        best = logprobs.topk(2, dim=-1)
-        gaps += (best.values[:, 0] - best.values[:, 1]).tolist()
-        sequences = torch.cat((sequences, best.indices[:, :1]), dim=-1)
-    return sequences[:, len(prompts[0]) :].tolist(), gaps
-
-
 @pytest.fixture(scope="module", params=ARCHITECTURES)
 def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     return tiny_model(*ARCHITECTURES[request.param], tmp_path_factory.mktemp(request.param))
@@ -116,7 +104,7 @@ def tiny_model(kind: str, overrides: dict[str, Any], folder: Path) -> TinyModel:
     gaps: list[float] = []
     for length in (1, 16, 17, 40, 70):
         group = torch.randint(0, VOCAB_SIZE, (2, length), generator=torch.Generator().manual_seed(length)).tolist()
-        tokens, group_gaps = greedy_reference(model, group)
+        tokens, group_gaps = greedy_references(model, group, NUM_TOKENS)
         prompts, expected, gaps = prompts + group, expected + tokens, gaps + group_gaps
     return TinyModel(folder, model, prompts, expected, float(torch.tensor(gaps).median()))
 
