@@ -148,7 +148,9 @@ def base_port(text: str) -> int:
 
 
 @pytest.mark.model
-def test_without_a_terminal_the_first_example_answers_and_ends(pagemill: Run, environment: dict[str, str]) -> None:
+def test_without_a_terminal_the_first_example_answers_and_ends_and_its_logs_stay(
+    pagemill: Run, environment: dict[str, str]
+) -> None:
     result = pagemill("up", "-f", EXAMPLE, "--port", "0", timeout_s=240)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "Paris" in result.stdout
@@ -157,6 +159,9 @@ def test_without_a_terminal_the_first_example_answers_and_ends(pagemill: Run, en
     assert result.stdout.count(": ready (") == 3
     assert result.stderr == ""
     assert_nothing_is_left(environment, set(), base_port(result.stdout))
+    kept = Path(environment["XDG_STATE_HOME"]) / "pagemill" / "logs"
+    assert f"at the end in {kept}" in result.stdout
+    assert {"gateway.log", "smollm2-0.log"} <= {each.name for each in kept.iterdir()}
 
 
 def test_in_a_terminal_edits_are_applied_and_ctrl_c_ends_the_command(
@@ -277,13 +282,6 @@ def test_a_gpu_that_is_not_there_is_named_at_once(
     result = pagemill("up", "-f", file, "--port", "0")
     assert result.returncode == 2
     assert "spec.resources.gpus is 1, but this machine has no NVIDIA GPU" in result.stderr
-
-
-def test_the_logs_of_the_last_run_stay(write: Write, simulated: Simulated, pagemill: Run, environment) -> None:
-    result = pagemill("up", "-f", write("sim.yaml", simulated()), "--port", "0")
-    kept = Path(environment["XDG_STATE_HOME"]) / "pagemill" / "logs"
-    assert f"at the end in {kept}" in result.stdout
-    assert {"gateway.log", "sim-0.log"} <= {each.name for each in kept.iterdir()}
 
 
 def test_what_a_terminal_shows_is_what_was_said(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,6 @@ import json
 import time
 from typing import Any
 
-import anthropic
 import openai
 import pytest
 from load_stream import load_frames
@@ -99,6 +98,8 @@ async def test_a_client_of_anthropics_api_gets_its_own_event_while_it_waits(engi
 
 
 async def test_anthropics_client_ignores_these_events(engines, gateways, fake) -> None:
+    import anthropic  # it takes 0.6 s, which only the worker that runs the test spends
+
     gateway = await one_slot(engines, gateways, keep_alive_interval_s=0.02)
     _, release = await busy(gateway, engines[0], fake)
     client = anthropic.AsyncAnthropic(base_url=gateway.url, api_key="none", max_retries=0)

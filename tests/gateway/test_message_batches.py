@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import pytest
 from batch_client import client_of, kept_in, until
+
+if TYPE_CHECKING:
+    import anthropic
 
 pytestmark = pytest.mark.usefixtures("reporting_engines", "quick_batches")
 
@@ -19,6 +21,8 @@ def request(number: int, **params: Any) -> Any:
 
 
 def client_at(gateway: Any) -> anthropic.AsyncAnthropic:
+    import anthropic  # it takes 0.6 s, which only the worker that runs the test spends
+
     return anthropic.AsyncAnthropic(base_url=gateway.url, api_key="none", max_retries=0)
 
 
@@ -76,6 +80,8 @@ async def test_a_cancelled_batch_says_which_requests_were_not_run(engines, gatew
 
 @pytest.mark.layouts
 async def test_batches_are_listed_newest_first_and_deleted_with_their_files(engines, gateways, tmp_path) -> None:
+    import anthropic
+
     gateway = await gateways(*engines, **kept_in(tmp_path))
     async with client_at(gateway) as client:
         batches = [await client.messages.batches.create(requests=[request(number)]) for number in range(3)]

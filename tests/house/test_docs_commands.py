@@ -146,10 +146,22 @@ def test_offline_snippets_run(tmp_path: Path) -> None:
     write_encoder(name, config, tmp_path)
     write_wordpiece(tmp_path)
     tail = f"print({SEPARATOR!r}, len(vectors), len(vectors[0]), len(scores))"
-    done = run_python("\nllm.close()\n".join([*snippets, with_folder.replace(FOLDER, f'"{tmp_path}"') + tail]))
+    code = "".join(in_one_engine(snippets)) + with_folder.replace(FOLDER, f'"{tmp_path}"') + tail
+    done = run_python(code)
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout
     assert done.stdout.split(SEPARATOR)[1].split() == ["2", str(config["hidden_size"]), "1"]
+
+
+def in_one_engine(snippets: list[str]) -> Iterator[str]:
+    """Return the snippets such that those that load a model by the same line share the first one's engine."""
+    made: dict[str, list[str]] = {}
+    for block in snippets:
+        (line,) = re.findall(r"^(?:llm = LLM\(.*?\)|with LLM\(.*)$", block, re.MULTILINE | re.DOTALL)[:1]
+        made.setdefault(line, []).append(block)
+    for line, blocks in made.items():
+        yield "\n".join([blocks[0], *(block.replace(line, "") for block in blocks[1:])])
+        yield "\nllm.close()\n"
 
 
 def run_python(code: str) -> subprocess.CompletedProcess[str]:

@@ -2,9 +2,9 @@
 
 `greedy_answers.json` holds answers that were computed before. They are not trusted: one computation over a prompt and
 its answer shows whether each token is the most likely one, instead of one computation per token. Where one is not, or
-none is kept, the rest is computed token by token. So a wrong or missing entry costs time and changes no result. To write
-the answers of the models that `make test` runs: `WRITE_GREEDY_ANSWERS=1 .venv/bin/pytest -m "not gpu and not full"
-tests/engine/model`, in one process.
+none is kept, the rest is computed token by token. So a wrong or missing entry costs time and changes no result. To
+write the answers of the models that `make test` runs: `WRITE_GREEDY_ANSWERS=1 .venv/bin/pytest -m "not gpu and not
+full" tests/engine/model`, in one process.
 """
 
 from __future__ import annotations
