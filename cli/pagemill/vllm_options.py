@@ -25,7 +25,12 @@ IN_PROCESS_LISTS = (
 )
 
 
-_LONG = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size"}
+_LONG = {
+    "-tp": "--tensor-parallel-size",
+    "-pp": "--pipeline-parallel-size",
+    "-n": "--nnodes",
+    "-r": "--node-rank",
+}
 """Short options of vLLM."""
 
 

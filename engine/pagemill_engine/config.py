@@ -94,6 +94,35 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             raise ValueError(f"num_tokens must be 1 to {MOST_PROPOSED}, got {self.num_tokens}")
 
 
+class NodesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Several machines or pods whose processes compute one model together, each with equally many of them."""
+
+    count: int
+    """Number of nodes."""
+    rank: int = 0
+    """Number of this node. Node 0 serves; the others compute with it."""
+    address: str
+    """Name or address of node 0, which all nodes know."""
+    port: int = 29501
+    """Port of node 0 at which the others join. Ranks also listen at free ports of their own."""
+    token: str = ""
+    """What ranks must know to join; the same on all nodes."""
+    tokens_file: str | None = None
+    """File whose first line is the token, if `token` is empty."""
+    timeout_s: float = 300.0
+    """How long nodes wait for each other at the start."""
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.count <= MOST_RANKS:
+            raise ValueError(f"nnodes must be 2 to {MOST_RANKS}, got {self.count}")
+        if not 0 <= self.rank < self.count:
+            raise ValueError(f"node_rank must be 0 to {self.count - 1}, got {self.rank}")
+        if not self.address:
+            raise ValueError("master_addr is empty; set it to a name or an IP address of node 0")
+        if not 1 <= self.port <= 65535:
+            raise ValueError(f"master_port: {self.port} is not a port; use 1 to 65535")
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     """Source URI or path: `package://dist/path`, `file:///path`, or a plain path to a folder or `.gguf` file."""
@@ -180,6 +209,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     pipeline_parallel_size: int = 1
     """Number of stages of the model's layers, each of `tensor_parallel_size` processes, which compute different steps
     at the same time. CPU only."""
+    nodes: NodesConfig | None = None
+    """Nodes among which the processes of `tensor_parallel_size` x `pipeline_parallel_size` are divided; `None`: all are
+    on this machine."""
     seed: int | None = None
     """Seed of requests that send none; `None`: drawn at random per request."""
     chat_template: str | None = None
@@ -232,6 +264,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
+    def ranks_here(self) -> int:
+        """Number of these on this node."""
+        return self.num_ranks // (1 if self.nodes is None else self.nodes.count)
+
+    @property
     def step(self) -> StepLimits:
         """The configured step limits, with a CPU's defaults."""
         return self.step_with_defaults(CPU_STEP)
@@ -252,6 +289,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             sizes = f"{self.tensor_parallel_size} x {self.pipeline_parallel_size}"
             raise ValueError(
                 f"tensor_parallel_size x pipeline_parallel_size must be at most {MOST_RANKS} processes, got {sizes}"
+            )
+        if self.nodes is not None and self.num_ranks % self.nodes.count:
+            raise ValueError(
+                f"{self.num_ranks} processes (tensor_parallel_size x pipeline_parallel_size) cannot be divided equally "
+                f"among {self.nodes.count} nodes; change nnodes"
             )
         if not self.enable_lora and (self.lora_modules or self.adapters_file is not None):
             name = "lora_modules" if self.lora_modules else "adapters_file"

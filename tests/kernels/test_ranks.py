@@ -16,9 +16,10 @@ from pagemill_kernels.cpu import library
 from pagemill_kernels.ranks.group import GroupAborted
 from pagemill_kernels.ranks.in_process import in_process_groups
 from pagemill_kernels.ranks.memory import SharedMemory
+from pagemill_kernels.ranks.places import PLAN
 from pagemill_kernels.ranks.ring import ReaderStoppedError, RingClosedError, RingReader, RingWriter, ring_bytes
 from pagemill_kernels.ranks.shared_logits import SharedLogits, logits_bytes
-from pagemill_kernels.ranks.shared_memory import PLAN, SharedMemoryGroup, group_bytes
+from pagemill_kernels.ranks.shared_memory import SharedMemoryGroup, group_bytes
 
 needs_kernels = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.unavailable_reason()}")
 CAPACITY = 64

@@ -16,7 +16,8 @@ import msgspec
 from pagemill_engine.starting import rank_process
 from pagemill_kernels.arrays import Array
 from pagemill_kernels.ranks import reduce
-from pagemill_kernels.ranks.shared_memory import LOGITS, PLAN, SharedMemoryGroup
+from pagemill_kernels.ranks.places import LOGITS, PLAN
+from pagemill_kernels.ranks.shared_memory import SharedMemoryGroup
 
 VARIABLE = "FAILING_RANK"
 
@@ -43,7 +44,7 @@ class FailingGroup(SharedMemoryGroup):
         self._at_step = 0
         self._raised: set[Failure] = set()
         self._error: Exception | None = None
-        self._hook = reduce._FUNCTION(self._reduce)
+        self._hook = reduce.REDUCE(self._reduce)
         function = ctypes.cast(self._hook, ctypes.c_void_p).value
         assert function is not None
         self.function = function

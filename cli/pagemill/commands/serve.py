@@ -18,7 +18,7 @@ from rich.table import Table
 from pagemill.command import CommandWithOptions
 from pagemill.secret_options import refuse_argument
 from pagemill.vllm_options import rewritten
-from pagemill_engine.config import EngineConfig, ServerConfig, SpeculationConfig
+from pagemill_engine.config import EngineConfig, NodesConfig, ServerConfig, SpeculationConfig
 from pagemill_engine.failure import StartupError
 from pagemill_engine.ipc.messages import MemoryBudget, Ready
 from pagemill_engine.server.routes.keys import check_keys
@@ -133,6 +133,23 @@ class ServeCommand(CommandWithOptions):
         int,
         typer.Option(help="Number of stages of the model's layers, each in processes of its own (CPU only).", min=1),
     ] = 1
+    nnodes: Annotated[
+        int, typer.Option(help="Number of machines among which the processes of the model are divided.", min=1)
+    ] = 1
+    node_rank: Annotated[
+        int,
+        typer.Option(
+            help="Number of this machine, with --nnodes. Machine 0 serves; the others take the same options and "
+            "compute with it.",
+            min=0,
+        ),
+    ] = 0
+    master_addr: Annotated[
+        str, typer.Option(help="Name or IP address of machine 0, which all machines know (with --nnodes).")
+    ] = "127.0.0.1"
+    master_port: Annotated[
+        int, typer.Option(help="Port of machine 0 at which the others join (with --nnodes).", min=1, max=65535)
+    ] = 29501
     seed: Annotated[int | None, typer.Option(help="Seed for requests that set none.")] = None
     chat_template: Annotated[
         Path | None, typer.Option(help="Jinja file to use instead of the model's chat template.")
@@ -288,6 +305,7 @@ class ServeCommand(CommandWithOptions):
             num_threads=self.threads,
             tensor_parallel_size=self.tensor_parallel_size,
             pipeline_parallel_size=self.pipeline_parallel_size,
+            nodes=self._nodes(),
             seed=self.seed,
             chat_template=_template(self.chat_template),
             generation_config=self.generation_config,
@@ -301,6 +319,23 @@ class ServeCommand(CommandWithOptions):
             max_loras=self.max_loras,
             max_lora_rank=self.max_lora_rank,
             max_cpu_loras=self.max_cpu_loras,
+        )
+
+    def _nodes(self) -> NodesConfig | None:
+        """Return the machines of the model. Raises `ValueError` for invalid numbers."""
+        if self.nnodes == 1:
+            if self.node_rank:
+                raise ValueError(
+                    f"--node-rank is {self.node_rank}, but --nnodes is 1: set it to the number of machines"
+                )
+            return None
+        return NodesConfig(
+            count=self.nnodes,
+            rank=self.node_rank,
+            address=self.master_addr,
+            port=self.master_port,
+            token=self.internal_token,
+            tokens_file=None if self.internal_token_file is None else str(self.internal_token_file),
         )
 
     def _server(self) -> ServerConfig:
@@ -345,6 +380,11 @@ def _check_open(host: str, *, has_keys: bool, allow_anonymous: bool) -> None:
 
 
 def _run(settings: Settings, console: Console) -> None:
+    if settings.engine.nodes is not None and settings.engine.nodes.rank > 0:
+        from pagemill_engine.server.node import compute_only
+
+        compute_only(settings.engine)
+        return
     from pagemill_engine.ipc.process import EngineProcess
 
     with EngineProcess.launch(settings.engine) as process:

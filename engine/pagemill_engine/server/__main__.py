@@ -39,6 +39,11 @@ def main(argv: list[str] | None = None) -> int:
     try:
         settings = load_settings(arguments.settings)
         termination_log = settings.server.termination_log or termination_log
+        if settings.engine.nodes is not None and settings.engine.nodes.rank > 0:
+            from pagemill_engine.server.node import compute_only
+
+            compute_only(settings.engine)
+            return 0
         with EngineProcess.launch(settings.engine) as process:
             from pagemill_engine.server.main import run_server
 

@@ -94,6 +94,10 @@ def _load(
         from pagemill_engine.starting.load_device import load_on_device
 
         return load_on_device(files, compute)
+    if config.nodes is not None:
+        from pagemill_engine.starting.nodes import load_on_nodes
+
+        return load_on_nodes(files, compute)
     if config.num_ranks > 1:
         from pagemill_engine.starting.load_ranks import load_on_ranks
 

@@ -38,9 +38,11 @@ from pagemill_kernels.arrays import Array
 from pagemill_kernels.cpu import launch
 from pagemill_kernels.ranks.group import RankGroup
 from pagemill_kernels.ranks.memory import SharedMemory
+from pagemill_kernels.ranks.places import STUCK_SECONDS
 from pagemill_kernels.ranks.ring import RingWriter, ring_bytes
 from pagemill_kernels.ranks.shared_logits import SharedLogits, logits_bytes
-from pagemill_kernels.ranks.shared_memory import STUCK_SECONDS, SharedMemoryGroup, group_bytes
+from pagemill_kernels.ranks.shared_memory import SharedMemoryGroup, group_bytes
+from pagemill_kernels.ranks.tcp_group import TcpGroup
 from pagemill_models.sharding.slices import Range
 from pagemill_models.spec.model_files import load_model_spec
 from pagemill_models.spec.model_spec import ModelSpec
@@ -52,6 +54,9 @@ if TYPE_CHECKING:
 
 RANK_PROCESS = "pagemill_engine.starting.rank_process"
 SLOTS, SLOT_BYTES = 16, 64 * 1024
+
+
+ComputingGroup = SharedMemoryGroup | TcpGroup
 
 
 class RankSettings(msgspec.Struct):
@@ -96,7 +101,7 @@ def load_ranks(files: ModelFiles, compute: Compute, stuck_seconds: float = STUCK
     config, spec = files.config, files.spec
     size, members, num_stages = config.num_ranks, config.tensor_parallel_size, config.pipeline_parallel_size
     threads = threads_of_ranks(config)
-    _check(config, compute)
+    check_settings(config, compute)
     launch.set_num_threads(threads[0])
     prepare_thread = torch_threads(compute, threads[0])
     with refusals(files.path):
@@ -122,7 +127,7 @@ def load_ranks(files: ModelFiles, compute: Compute, stuck_seconds: float = STUCK
     ring = RingWriter(ring_memory, SLOTS, SLOT_BYTES, [f"rank {rank}" for rank in range(1, size)])
     try:
         with refusals(files.path):
-            loaded = _loaded(config, compute, spec, part, prepared.weights, prepared.num_blocks, group, logits_memory)
+            loaded = load_part(config, compute, spec, part, prepared.weights, prepared.num_blocks, group, logits_memory)
         trim_heap()
         files.progress("allocating", describe_cache(loaded.blocks, config.block_size, compute.kv_dtype))
         own = RankIdentity.own(prepared.weights.digest())
@@ -143,7 +148,7 @@ def load_ranks(files: ModelFiles, compute: Compute, stuck_seconds: float = STUCK
     return runner
 
 
-def follower_of(settings: RankSettings, group: SharedMemoryGroup, answer: Callable[[str], None]) -> FollowerRunner:
+def follower_of(settings: RankSettings, group: ComputingGroup, answer: Callable[[str], None]) -> FollowerRunner:
     """Return the runner of a rank that follows. Raises `LoadError`. `answer`: gives rank 0 a line."""
     config, path = settings.config, Path(settings.path)
     spec = load_model_spec(path)
@@ -157,7 +162,7 @@ def follower_of(settings: RankSettings, group: SharedMemoryGroup, answer: Callab
         if settings.logits_file is not None:
             num_bytes = logits_bytes(config.step.max_num_seqs, spec.vocab_size)
             logits_memory = SharedMemory(settings.logits_file, num_bytes)
-        loaded = _loaded(config, compute, spec, part, weights, settings.num_blocks, group, logits_memory)
+        loaded = load_part(config, compute, spec, part, weights, settings.num_blocks, group, logits_memory)
     info = RunnerInfo(
         num_blocks=settings.num_blocks,
         block_size=config.block_size,
@@ -244,23 +249,23 @@ class StagedModel:
         return self._model.logits(hidden, adapters)
 
 
-class _Loaded(NamedTuple):
+class LoadedPart(NamedTuple):
     model: StepModel
     cache: KVCache
     blocks: CacheBlocks
     max_model_len: int
 
 
-def _loaded(
+def load_part(
     config: EngineConfig,
     compute: Compute,
     spec: ModelSpec,
     part: RankPart,
     whole: WeightSource,
     num_blocks: int,
-    group: SharedMemoryGroup,
+    group: ComputingGroup,
     logits_memory: SharedMemory | None,
-) -> _Loaded:
+) -> LoadedPart:
     """Load a rank's part. `spec`, `whole`: of the whole model."""
     weights, place = part.weights(whole, spec.decoder), part.place
     # The whole model's division among cache kinds: blocks have the same ids on all ranks.
@@ -269,6 +274,7 @@ def _loaded(
     logits = None
     columns = part.spec.decoder.vocabulary
     if logits_memory is not None and columns is not None and part.spec.decoder.head is not None:
+        assert isinstance(group, SharedMemoryGroup)
         logits = SharedLogits(logits_memory, group, spec.vocab_size, columns)
     if compute.is_native:
         model = _native(part.spec, compute, weights, max_model_len, group, logits)
@@ -278,7 +284,7 @@ def _loaded(
         model = StagedModel(model, group, place)
     kinds = [msgspec.structs.replace(kind, layers=_within(kind.layers, place.layers)) for kind in blocks.kinds]
     cache = KVCache(part.spec, blocks.counts, config.block_size, compute.kv_dtype, kinds)
-    return _Loaded(model, cache, blocks, max_model_len)
+    return LoadedPart(model, cache, blocks, max_model_len)
 
 
 def _native(
@@ -286,7 +292,7 @@ def _native(
     compute: Compute,
     weights: WeightSource,
     max_model_len: int,
-    group: SharedMemoryGroup,
+    group: ComputingGroup,
     logits: SharedLogits | None,
 ) -> StepModel:
     rotations = Rotations(decoder_tables(spec.decoder, max_model_len, weights))
@@ -296,7 +302,7 @@ def _native(
 
 
 def _on_torch(
-    spec: ModelSpec, compute: Compute, weights: WeightSource, max_model_len: int, group: SharedMemoryGroup
+    spec: ModelSpec, compute: Compute, weights: WeightSource, max_model_len: int, group: ComputingGroup
 ) -> StepModel:
     from pagemill_engine.executing.torch_model import TorchModel, load_decoder, rotations_of
 
@@ -309,7 +315,7 @@ def _within(layers: tuple[int, ...], stage: Range) -> tuple[int, ...]:
     return tuple(layer - stage[0] for layer in layers if stage[0] <= layer < stage[1])
 
 
-def _check(config: EngineConfig, compute: Compute) -> None:
+def check_settings(config: EngineConfig, compute: Compute) -> None:
     """Raise `LoadError` for settings with which ranks do not follow plans."""
     if config.speculative.method == "draft":
         raise LoadError(

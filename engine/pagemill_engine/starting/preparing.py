@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -64,19 +64,34 @@ class PreparedModel(NamedTuple):
     draft: DraftModel | None = None
 
 
-def prepare(files: ModelFiles, compute: Compute, before: MemoryState) -> PreparedModel:
-    """Choose types, step limits and sizes. Raises `LoadError`, and the errors that `refusals` converts."""
+def prepare(
+    files: ModelFiles, compute: Compute, before: MemoryState, others: Sequence[MemoryState] = ()
+) -> PreparedModel:
+    """Choose types, step limits and sizes. Raises `LoadError`, and the errors that `refusals` converts.
+
+    `others`: the memory of further nodes, whose ranks come behind those of this one.
+    """
     config, spec = files.config, files.spec
     weights = weights_of(config, files.path, spec, compute.weight_forms.small_floats, files.early_digest)
     if not spec.decoder.by_transformers:
         check_depth(spec.decoder, weights.shapes)
     storage = storage_forms(compute)
     ranks = rank_sizes(config, weights, spec, lambda own, part: sizes_of(config, own, part, storage))
-    sizes, draft = together(sizes_of(config, weights, spec, storage), ranks), find_draft(config, files.path, spec)
+    whole, here = sizes_of(config, weights, spec, storage), ranks[: config.ranks_here]
+    sizes, draft = together(whole, here), find_draft(config, files.path, spec)
     if draft is not None:
         sizes = with_draft(sizes, draft, config)
     config = choose_step_limits(config, spec, sizes, before)
-    num_blocks, budget = plan_memory(config, spec, sizes, before, ranks)
+    num_blocks, budget = plan_memory(config, spec, sizes, before, here)
+    for number, state in enumerate(others, start=1):  # the node with the least room decides
+        there = ranks[number * config.ranks_here :][: config.ranks_here]
+        try:
+            found, _ = plan_memory(config, spec, together(whole, there), state, there)
+        except LoadError as error:
+            raise LoadError(error.reason, f"Node {number}: {error.message}") from error
+        if found < num_blocks:
+            limited = msgspec.structs.replace(config, num_kv_blocks=found)
+            num_blocks, budget = plan_memory(limited, spec, sizes, before, here)
     how = f"{compute.how}{TEXT_ONLY if spec.decoder.text_only else ''}"
     files.progress("loading", f"{default_name(config.model)}: {_held(files, compute, weights)}, {how}")
     return PreparedModel(config, compute, weights, sizes, before, num_blocks, budget, draft)

@@ -29,7 +29,7 @@ def main() -> None:
     with _reported():
         settings = settings_from(sys.stdin.buffer.read())
     logs.configure(logging.WARNING, process=f"rank {settings.rank}")
-    _end_with(settings.parent)
+    end_with(settings.parent)
     size, capacity = settings.size, settings.capacity
     members = size // settings.num_stages
     memory = SharedMemory(settings.group_file, group_bytes(size, capacity, members))
@@ -58,7 +58,7 @@ def _say(line: bytes) -> None:
     sys.stdout.buffer.flush()
 
 
-def _end_with(parent: int) -> None:
+def end_with(parent: int) -> None:
     """End when the parent ends, wherever this process waits."""
 
     def wait() -> None:

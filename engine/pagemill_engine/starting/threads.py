@@ -13,15 +13,16 @@ from pagemill_servers.process.cgroup import usable_cores
 
 
 def threads_of_ranks(config: EngineConfig) -> list[int]:
-    """Return the number of threads of each process. Raises `LoadError` if there are fewer than processes."""
-    number, size = config.num_threads or usable_cores(), config.num_ranks
+    """Return the number of threads of each process of this node. Raises `LoadError` if there are fewer than
+    processes."""
+    number, size = config.num_threads or usable_cores(), config.ranks_here
     if number < size:
         raise LoadError(
             "SettingsUnsupported",
             f"tensorParallel {config.tensor_parallel_size} x pipelineParallel {config.pipeline_parallel_size} are "
-            f"{size} processes that compute at the same time, but they may use {number} "
-            f"{'core' if number == 1 else 'cores'}. Lower one of them, or raise resources.cpu or the number of "
-            "threads.",
+            f"{size} processes {'of each node ' if config.nodes else ''}that compute at the same time, but they may "
+            f"use {number} {'core' if number == 1 else 'cores'}. Lower one of them, or raise resources.cpu or the number "
+            "of threads.",
         )
     return [end - first for first, end in dealt(number, size)]
 

@@ -10,7 +10,7 @@ import numpy as np
 from pagemill_kernels.arrays import Array
 from pagemill_kernels.ranks.group import RankGroup
 
-_FUNCTION = ctypes.CFUNCTYPE(
+REDUCE = ctypes.CFUNCTYPE(
     None, ctypes.c_void_p, ctypes.POINTER(ctypes.c_float), ctypes.c_int64, ctypes.c_int32, ctypes.c_int32
 )
 
@@ -34,7 +34,7 @@ class CalledReduce:
     def __init__(self, group: RankGroup[Array]) -> None:
         self._group = group
         self._error: BaseException | None = None
-        self._kept = _FUNCTION(self._reduce)
+        self._kept = REDUCE(self._reduce)
         function = ctypes.cast(self._kept, ctypes.c_void_p).value
         assert function is not None
         self.function = function

@@ -11,7 +11,8 @@ import numpy as np
 
 from pagemill_kernels.arrays import Array
 from pagemill_kernels.ranks.memory import SharedMemory
-from pagemill_kernels.ranks.shared_memory import LOGITS, SharedMemoryGroup
+from pagemill_kernels.ranks.places import LOGITS
+from pagemill_kernels.ranks.shared_memory import SharedMemoryGroup
 
 
 def logits_bytes(num_rows: int, vocab_size: int) -> int:

@@ -6,7 +6,6 @@ A rank that waits too long for another one ends the group for all and names it; 
 from __future__ import annotations
 
 import ctypes
-from typing import NamedTuple
 
 import numpy as np
 
@@ -14,22 +13,9 @@ from pagemill_kernels.arrays import Array, address
 from pagemill_kernels.cpu import launch, library
 from pagemill_kernels.ranks.group import GroupAborted
 from pagemill_kernels.ranks.memory import SharedMemory
+from pagemill_kernels.ranks.places import OUTSIDE, REPORT, STUCK_SECONDS, RankStatus, place_in_words
 
-STUCK_SECONDS = 5.0
-OUTSIDE, LOGITS, SEND, RECEIVE, PLAN, REPORT = range(-1, -7, -1)
-"""Numbers of a layer that stand for places outside of the layers' call: a sum, the exchange of logits, hidden states
-that go to or come from another rank (the cut), the wait for a plan, and the end of a step."""
-_PLACES = {OUTSIDE: "a sum outside of the layers", LOGITS: "the logits", PLAN: "the plan ring", REPORT: "the end"}
 _REASON_BYTES = 512
-
-
-class RankStatus(NamedTuple):
-    """What a rank last did."""
-
-    barriers: int
-    step: int
-    layer: int
-    cut: int
 
 
 def group_bytes(size: int, capacity: int, members: int | None = None) -> int:
@@ -170,14 +156,4 @@ class SharedMemoryGroup:
         )
 
     def _cut(self, rank: int) -> str:
-        status = self.status(rank)
-        if status.layer >= 0:
-            stage = "" if self.members == self.size else " of its stage"
-            cut = f"cut {status.cut} of layer {status.layer}{stage}"
-        elif status.layer == SEND:
-            cut = f"hidden states from rank {rank} to {status.cut}"
-        elif status.layer == RECEIVE:
-            cut = f"hidden states from rank {status.cut} to {rank}"
-        else:
-            cut = _PLACES[status.layer]
-        return f"{cut} of step {status.step}"
+        return place_in_words(self.status(rank), rank, has_stages=self.members < self.size)

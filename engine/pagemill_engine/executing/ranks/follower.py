@@ -20,8 +20,8 @@ from pagemill_engine.executing.ranks.messages import FollowedStep, Message, Read
 from pagemill_engine.scheduler.step import StepPlan, StepResult, TokenLogprobs
 from pagemill_kernels.arrays import Array
 from pagemill_kernels.ranks.group import GroupAborted
+from pagemill_kernels.ranks.places import PLAN
 from pagemill_kernels.ranks.ring import RingClosedError
-from pagemill_kernels.ranks.shared_memory import PLAN
 
 logger = logging.getLogger(__name__)
 
@@ -131,8 +131,8 @@ class MessageReader(Protocol):
         ...
 
 
-def follow(runner: FollowerRunner, ring: MessageReader, group: FollowedGroup) -> None:
-    """Run what rank 0 sends until it closes.
+def follow(runner: FollowerRunner, ring: MessageReader, group: FollowedGroup) -> bool:
+    """Run what rank 0 sends until it closes. Returns whether it has said so, and not only ended.
 
     A step that raises ends for all ranks; those that were sent behind it are left out until rank 0 begins anew. Raises
     what the step has raised if the group is lost.
@@ -142,7 +142,7 @@ def follow(runner: FollowerRunner, ring: MessageReader, group: FollowedGroup) ->
         group.come_to(PLAN)
         message = _next(ring)
         if message is None:
-            return
+            return False
         if isinstance(message, FollowedStep):
             has_failed = has_failed or not _run(runner, message, group)
         elif isinstance(message, ReadAdapter):
@@ -154,7 +154,7 @@ def follow(runner: FollowerRunner, ring: MessageReader, group: FollowedGroup) ->
         else:
             {"sleep": runner.sleep, "wake": runner.wake, "close": runner.close}[message.name]()
             if message.name == "close":
-                return
+                return True
 
 
 def _run(runner: FollowerRunner, step: FollowedStep, group: FollowedGroup) -> bool:

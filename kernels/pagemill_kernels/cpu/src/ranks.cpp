@@ -15,7 +15,7 @@ constexpr int64_t kMostRanks = 64, kReasonBytes = 512;
 // that was stopped itself and goes on has counted one look, not the time.
 constexpr int32_t kLooks = 20;
 
-// Places outside of the layers' call, as numbers of a layer; mirrored in pagemill_kernels/ranks/shared_memory.py.
+// Places outside of the layers' call, as numbers of a layer; mirrored in pagemill_kernels/ranks/places.py.
 enum Place : int32_t { kSum = -1, kLogits = -2, kSend = -3, kReceive = -4 };
 
 enum Aborted : uint32_t { kRuns = 0, kEnding = 1, kEnded = 2 };

@@ -1,0 +1,17 @@
+"""What a node does that is not node 0: its processes compute, and it serves nothing (`starting.nodes`)."""
+
+from __future__ import annotations
+
+from pagemill_engine.config import EngineConfig
+from pagemill_engine.failure import StartupError
+from pagemill_engine.starting.nodes import run_node
+from pagemill_engine.weights.errors import LoadError
+from pagemill_protocol.source_errors import SourceError
+
+
+def compute_only(config: EngineConfig) -> None:
+    """Return when node 0 has ended all, or at a signal. Raises `StartupError` if something failed."""
+    try:
+        run_node(config)
+    except (LoadError, SourceError) as error:
+        raise StartupError(error.reason, error.message) from error

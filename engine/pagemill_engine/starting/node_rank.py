@@ -1,0 +1,123 @@
+"""The process of a rank that joins rank 0 over the network: loads its part, and runs what rank 0 sends.
+
+Its node starts it (`nodes`). It ends when rank 0 ends the group or is lost, and with its parent; the exit code says
+which.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+import sys
+import time
+from contextlib import suppress
+
+import msgspec
+
+from pagemill_engine.config import NodesConfig
+from pagemill_engine.executing.ranks.follower import FollowerRunner, follow
+from pagemill_engine.executing.ranks.identity import RankIdentity, RankReport
+from pagemill_engine.sizing.memory import measure_memory
+from pagemill_engine.starting.load_ranks import RankSettings, follower_of
+from pagemill_engine.starting.nodes import Invitation, NodeRankSettings, RankError
+from pagemill_engine.starting.rank_process import end_with
+from pagemill_engine.starting.rendezvous import Joining, Listener, open_to, token_of
+from pagemill_engine.weights.errors import LoadError
+from pagemill_kernels.ranks.connections import listening, receive_frame, send_frame
+from pagemill_kernels.ranks.group import GroupAborted
+from pagemill_kernels.ranks.messages_over_tcp import TcpReader
+from pagemill_kernels.ranks.rank_signals import RankSignals
+from pagemill_kernels.ranks.tcp_group import TcpGroup
+from pagemill_servers.process import logs
+from pagemill_servers.process.malloc import trim_heap
+
+logger = logging.getLogger(__name__)
+
+
+def main() -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 decides when to end
+    settings = msgspec.json.decode(sys.stdin.buffer.read(), type=NodeRankSettings)
+    logs.configure(logging.WARNING, process=f"rank {settings.rank}")
+    end_with(settings.parent)
+    try:
+        run(settings)
+    except LoadError as error:
+        failed = RankError(error.reason, error.message)
+    except (OSError, EOFError) as error:
+        failed = RankError(
+            "RankLost", f"Rank 0 ended the connection before all ranks had loaded ({error}); see its log."
+        )
+    else:
+        return 0
+    logger.error("%s", failed.message)
+    sys.stdout.buffer.write(msgspec.json.encode(failed))
+    return 1
+
+
+def run(settings: NodeRankSettings) -> None:
+    """Join, load, and follow until rank 0 closes. Raises `LoadError`, and `OSError` and `EOFError` if rank 0 ends
+    before all have loaded."""
+    nodes, rank = settings.config.nodes, settings.rank
+    assert nodes is not None
+    token = token_of(nodes)
+    control = open_to("join", rank, nodes, token)
+    listener = Listener(listening(control.getsockname()[0], 0), token)
+    try:
+        send_frame(control, msgspec.json.encode(_joining(settings, nodes, listener.port)))
+        invitation = msgspec.json.decode(receive_frame(control), type=Invitation)
+        plans = open_to("plans", rank, nodes, token)
+        values = {0: open_to("values", rank, nodes, token)}
+        for other, at in invitation.addresses.items():
+            values[other] = open_to("values", rank, nodes, token, at)
+        size = settings.config.num_ranks
+        found = listener.collect(
+            [("values", other) for other in range(rank + 1, size)], time.monotonic() + nodes.timeout_s, lambda: None
+        )
+    finally:
+        listener.close()
+    values |= {other: connection for (_, other), connection in found.items()}
+    if len(values) < size - 1:
+        raise LoadError("RankLost", "Other ranks have joined, but opened no connection for values.")
+    given = msgspec.structs.replace(invitation.settings, path=settings.path, num_threads=settings.num_threads)
+    members = settings.config.tensor_parallel_size
+    group = TcpGroup(values, rank, size, members, given.stuck_seconds)
+    runner = _loaded(given, group, control)
+    if receive_frame(control) != b"start":
+        raise EOFError("unknown message")
+    signals = RankSignals(group, {0: control}, {})
+    signals.start()
+    try:
+        is_closed = follow(runner, TcpReader(plans, group), group)
+    except GroupAborted:
+        is_closed = False  # the reason says more
+    signals.let_end()
+    signals.close()
+    if not is_closed:
+        raise LoadError("RankLost", f"The ranks stopped: {group.reason() or 'rank 0 ended its connection'}")
+
+
+def _joining(settings: NodeRankSettings, nodes: NodesConfig, port: int) -> Joining:
+    config = settings.config
+    return Joining(
+        RankIdentity.own(), nodes.rank, nodes.count, config.tensor_parallel_size, config.pipeline_parallel_size, port,
+        measure_memory(),
+    )  # fmt: skip
+
+
+def _loaded(settings: RankSettings, group: TcpGroup, control: socket.socket) -> FollowerRunner:
+    try:
+        runner = follower_of(settings, group)
+    except Exception as error:
+        report = RankReport(RankIdentity.own(), error=f"{type(error).__name__}: {error}")
+        with suppress(OSError):
+            send_frame(control, msgspec.json.encode(report))
+        raise
+    trim_heap()
+    report = RankReport(RankIdentity.own(runner.info.weights_digest), runner.model.num_bytes)
+    send_frame(control, msgspec.json.encode(report))
+    return runner
+
+
+if __name__ == "__main__":
+    sys.exit(main())

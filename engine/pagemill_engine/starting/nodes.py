@@ -1,0 +1,318 @@
+"""Loads a model among processes of several nodes: rank 0 on node 0, the others wherever they join from.
+
+Each node runs as many ranks as the others, in their order; those of a node are children (`node_rank`). They exchange by
+TCP. Rank 0 gives them its settings, so that only what differs by node is its own: the model's path and the threads.
+`load_ranks` loads among processes of one machine.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from pagemill_engine.config import EngineConfig, NodesConfig
+from pagemill_engine.executing.base import Runner
+from pagemill_engine.executing.eager import EagerRunner, ThreadedRunner
+from pagemill_engine.executing.ranks.identity import RankIdentity, RankReport, check_same
+from pagemill_engine.executing.ranks.ranked import RankedRunner
+from pagemill_engine.sizing.compute import Compute
+from pagemill_engine.sizing.memory import MemoryState, measure_memory
+from pagemill_engine.sizing.rank_parts import part_of
+from pagemill_engine.starting.load_ranks import RankSettings, check_settings, load_part
+from pagemill_engine.starting.preparing import ModelFiles, describe_cache, prepare, refusals, runner_info
+from pagemill_engine.starting.rendezvous import FAILED, Joining, Key, Listener, Member, listen, token_of
+from pagemill_engine.starting.threads import threads_of_ranks, torch_threads
+from pagemill_engine.weights.errors import LoadError
+from pagemill_kernels.cpu import launch
+from pagemill_kernels.ranks.connections import receive_frame, send_frame
+from pagemill_kernels.ranks.messages_over_tcp import TcpWriter
+from pagemill_kernels.ranks.places import STUCK_SECONDS
+from pagemill_kernels.ranks.rank_signals import RankSignals
+from pagemill_kernels.ranks.tcp_group import TcpGroup
+from pagemill_servers.process.malloc import trim_heap
+
+logger = logging.getLogger(__name__)
+
+RANK_PROCESS = "pagemill_engine.starting.node_rank"
+CLOSE_SECONDS = 10.0
+
+
+class NodeRankSettings(msgspec.Struct):
+    """What a rank's process is given by its node."""
+
+    config: EngineConfig
+    path: str
+    rank: int
+    parent: int
+    num_threads: int
+
+
+class Invitation(msgspec.Struct):
+    """What rank 0 gives to a rank that has joined."""
+
+    settings: RankSettings
+    addresses: dict[int, tuple[str, int]]
+    """Where ranks listen that this one opens connections to, besides rank 0."""
+
+
+def load_on_nodes(files: ModelFiles, compute: Compute, stuck_seconds: float = STUCK_SECONDS) -> Runner:
+    """Return a runner whose model the ranks of all nodes compute. Raises `LoadError`."""
+    ranked = load_nodes(files, compute, stuck_seconds)
+    if not files.config.overlap or files.config.pipeline_parallel_size > 1:  # stages overlap by themselves
+        return ranked
+    return ThreadedRunner(ranked, torch_threads(compute, launch.num_threads()))
+
+
+def load_nodes(files: ModelFiles, compute: Compute, stuck_seconds: float = STUCK_SECONDS) -> RankedRunner:
+    """Return the runner of rank 0, behind the ranks of all nodes. Raises `LoadError`."""
+    config, nodes = files.config, files.config.nodes
+    assert nodes is not None
+    token, threads = token_of(nodes), threads_of_ranks(config)
+    check_settings(config, compute)
+    part = part_of(files.spec, 0, config.num_ranks, config.pipeline_parallel_size)
+    launch.set_num_threads(threads[0])
+    prepare_thread = torch_threads(compute, threads[0])
+    files.progress("loading", f"waiting for the ranks of {nodes.count} nodes at {nodes.address}:{nodes.port}")
+    listener = listen(nodes, token)
+    children = NodeProcesses(config, str(files.path), threads, range(1, config.ranks_here))
+    members: dict[int, Member] = {}
+    try:
+        members = _members(config, nodes, listener, children)
+        with refusals(files.path):
+            prepared = prepare(files, compute, measure_memory(), _other_nodes(nodes, members))
+            config = prepared.config
+            _invite(files, config, prepared.num_blocks, members, stuck_seconds)
+            connections = _connections(config, nodes, listener, children)
+            values = {rank: connections["values", rank] for rank in members}
+            group = TcpGroup(values, 0, config.num_ranks, config.tensor_parallel_size, stuck_seconds)
+            names = {rank: f"node {each.joining.node} at {each.host}" for rank, each in members.items()}
+            loaded = load_part(config, compute, files.spec, part, prepared.weights, prepared.num_blocks, group, None)
+        trim_heap()
+        files.progress("allocating", describe_cache(loaded.blocks, config.block_size, compute.kv_dtype))
+        reports = _reports(members, names, RankIdentity.own(prepared.weights.digest()))
+        weight_bytes = loaded.model.num_bytes + sum(reports[rank].num_bytes for rank in range(1, config.ranks_here))
+        info = runner_info(prepared, files.spec, loaded.max_model_len, weight_bytes, "cpu").with_cache(loaded.blocks)
+        inner = EagerRunner(loaded.model, loaded.cache, info, config.step.max_num_seqs)
+        signals = RankSignals(group, {rank: each.connection for rank, each in members.items()}, names)
+        for each in members.values():
+            send_frame(each.connection, b"start")
+    except BaseException:
+        for each in members.values():
+            each.connection.close()
+        children.kill()
+        raise
+    finally:
+        listener.close()
+    signals.start()
+    plans = TcpWriter({f"rank {rank} ({names[rank]})": connections["plans", rank] for rank in members})
+    joined = JoinedRanks(signals, group, children)
+    return RankedRunner(inner, plans, group, joined, config.pipeline_parallel_size, prepare_thread)
+
+
+def run_node(config: EngineConfig) -> None:
+    """Run the ranks of a node that is not node 0 until rank 0 or a signal ends them. Raises `LoadError`."""
+    from pagemill_engine.starting.factory import find_model
+
+    nodes = config.nodes
+    assert nodes is not None
+    token_of(nodes)
+    first = nodes.rank * config.ranks_here
+    children = NodeProcesses(
+        config, str(find_model(config)), threads_of_ranks(config), range(first, first + config.ranks_here)
+    )
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: children.terminate())
+    children.wait()
+
+
+class NodeProcesses:
+    """The ranks of a node, as children."""
+
+    def __init__(self, config: EngineConfig, path: str, threads: Sequence[int], ranks: range) -> None:
+        """Start them. `threads`: of each rank of the node, also of one that is no child."""
+        self._ranks = ranks
+        self._is_ending = False
+        self._processes = []
+        for rank in ranks:
+            settings = NodeRankSettings(config, path, rank, os.getpid(), threads[rank % config.ranks_here])
+            process = subprocess.Popen(
+                [sys.executable, "-m", RANK_PROCESS], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            )
+            assert process.stdin is not None
+            process.stdin.write(msgspec.json.encode(settings))
+            process.stdin.close()
+            self._processes.append(process)
+
+    def check(self) -> None:
+        """Raise `LoadError` if one has ended."""
+        for rank, process in zip(self._ranks, self._processes, strict=True):
+            if process.poll() is not None:
+                raise _said(process) or _ended(rank, process)
+
+    def wait(self) -> None:
+        """Wait until all have ended; the others of one that fails are ended. Raises `LoadError` with what it says."""
+        poll = select.poll()
+        by_file = {os.pidfd_open(process.pid): number for number, process in enumerate(self._processes)}
+        for file in by_file:
+            poll.register(file, select.POLLIN)
+        left = set(by_file)
+        while left:
+            for file, _ in poll.poll():
+                poll.unregister(file)
+                os.close(file)
+                left.discard(file)
+                process, rank = self._processes[by_file[file]], self._ranks[by_file[file]]
+                if process.wait() and not self._is_ending:
+                    self.kill()
+                    raise _said(process) or _ended(rank, process)
+
+    def terminate(self) -> None:
+        self._is_ending = True
+        for process in self._processes:
+            process.terminate()
+
+    def kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+        self.close()
+
+    def close(self) -> None:
+        for process in self._processes:
+            try:
+                process.wait(CLOSE_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
+
+
+class RankError(msgspec.Struct):
+    """What a rank's process says last on standard output if it fails."""
+
+    reason: str
+    message: str
+
+
+def _said(process: subprocess.Popen[bytes]) -> LoadError | None:
+    assert process.stdout is not None
+    try:
+        error = msgspec.json.decode(process.stdout.read(), type=RankError)
+    except msgspec.DecodeError:
+        return None
+    return LoadError(error.reason, error.message)
+
+
+def _ended(rank: int, process: subprocess.Popen[bytes]) -> LoadError:
+    return LoadError("RankLost", f"Rank {rank} ended with the exit code {process.returncode}; its log says why.")
+
+
+class JoinedRanks:
+    """All ranks but rank 0, as `RankedRunner` ends them."""
+
+    def __init__(self, signals: RankSignals, group: TcpGroup, children: NodeProcesses) -> None:
+        self._signals, self._group, self._children = signals, group, children
+
+    def close(self) -> None:
+        self._signals.let_end()
+        self._signals.wait_for_ends(CLOSE_SECONDS if not self._group.is_lost else 0.0)
+        self._signals.close()
+        self._group.close()
+        self._children.close()
+
+    def kill(self) -> None:
+        """End those of this node at once; others end when their connections do."""
+        self._signals.let_end()
+        self._children.kill()
+
+
+def _members(
+    config: EngineConfig, nodes: NodesConfig, listener: Listener, children: NodeProcesses
+) -> dict[int, Member]:
+    """Wait until all ranks have joined. Raises `LoadError` that names those that have not, or that differ."""
+    wanted: list[Key] = [("join", rank) for rank in range(1, config.num_ranks)]
+    deadline = time.monotonic() + nodes.timeout_s
+    found = listener.collect(wanted, deadline, children.check)
+    if len(found) < len(wanted):
+        missing = [rank for _, rank in wanted if ("join", rank) not in found]
+        where = ", ".join(f"rank {rank} of node {rank // config.ranks_here}" for rank in missing)
+        raise LoadError(
+            FAILED,
+            f"{where} did not join node 0 at {nodes.address}:{nodes.port} within {nodes.timeout_s:g} s. Start these "
+            "nodes with --node-rank and the same --nnodes, --master-addr and --master-port, read their logs, and let "
+            "the network pass connections between the nodes.",
+        )
+    own = RankIdentity.own()
+    members = {}
+    for (_, rank), connection in found.items():
+        joining = msgspec.json.decode(receive_frame(connection), type=Joining)
+        host = connection.getpeername()[0]
+        who = f"Rank {rank} (node {joining.node} at {host})"
+        check_same(who, joining.identity, own)
+        _check_shape(who, joining, config, nodes)
+        members[rank] = Member(connection, host, joining)
+    return members
+
+
+def _check_shape(who: str, joining: Joining, config: EngineConfig, nodes: NodesConfig) -> None:
+    for name, found, own in (
+        ("tensor_parallel_size", joining.tensor_parallel_size, config.tensor_parallel_size),
+        ("pipeline_parallel_size", joining.pipeline_parallel_size, config.pipeline_parallel_size),
+        ("nnodes", joining.num_nodes, nodes.count),
+    ):
+        if found != own:
+            raise LoadError("RankMismatch", f"{who} has {name} {found}, but rank 0 has {own}. Start all nodes alike.")
+
+
+def _other_nodes(nodes: NodesConfig, members: dict[int, Member]) -> list[MemoryState]:
+    """Return the memory of each other node."""
+    by_node = {each.joining.node: each.joining.memory for each in members.values()}
+    return [by_node[number] for number in range(1, nodes.count)]
+
+
+def _invite(
+    files: ModelFiles, config: EngineConfig, num_blocks: int, members: dict[int, Member], stuck_seconds: float
+) -> None:
+    capacity = config.step.max_num_batched_tokens * files.spec.hidden_size
+    plain = msgspec.structs.replace(config, nodes=None, model_folder=None)
+    for rank, member in members.items():
+        settings = RankSettings(plain, "", rank, 0, 0, -1, -1, None, capacity, stuck_seconds, num_blocks)
+        below = {other: (each.host, each.joining.port) for other, each in members.items() if other < rank}
+        send_frame(member.connection, msgspec.json.encode(Invitation(settings, below)))
+
+
+def _connections(
+    config: EngineConfig, nodes: NodesConfig, listener: Listener, children: NodeProcesses
+) -> dict[Key, Any]:
+    purposes: list[Key] = [("plans", rank) for rank in range(1, config.num_ranks)]
+    purposes += [("values", rank) for rank in range(1, config.num_ranks)]
+    found = listener.collect(purposes, time.monotonic() + nodes.timeout_s, children.check)
+    missing = [rank for purpose, rank in purposes if (purpose, rank) not in found]
+    if missing:
+        raise LoadError("RankLost", f"Rank {missing[0]} has joined, but opened no connection for values.")
+    return found
+
+
+def _reports(members: dict[int, Member], names: dict[int, str], own: RankIdentity) -> dict[int, RankReport]:
+    """Wait until all ranks have loaded. Raises `LoadError` with the message of one that cannot."""
+    found = {}
+    for rank, member in members.items():
+        who = f"Rank {rank} ({names[rank]})"
+        try:
+            report = msgspec.json.decode(receive_frame(member.connection), type=RankReport)
+        except (OSError, EOFError) as error:
+            raise LoadError("RankLost", f"{who} ended while it loaded its part of the model.") from error
+        check_same(who, report.identity, own)
+        if report.error:
+            raise LoadError("RankLost", f"{who} did not load its part of the model: {report.error}")
+        found[rank] = report
+    return found
