@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from rank_threads import together
+from tcp_ranks import tcp_groups
 
 from pagemill_kernels.cpu import library
 from pagemill_kernels.ranks.group import GroupAborted
@@ -23,21 +25,32 @@ from pagemill_kernels.ranks.shared_memory import SharedMemoryGroup, group_bytes
 
 needs_kernels = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.unavailable_reason()}")
 CAPACITY = 64
-KINDS = ["in process", pytest.param("shared memory", marks=needs_kernels)]
+KINDS = ["in process", pytest.param("shared memory", marks=needs_kernels), "tcp"]
+BETWEEN_PROCESSES = KINDS[1:]
 Groups = Callable[..., list[Any]]
 
 
 @pytest.fixture
 def groups_of() -> Iterator[Groups]:
     memories: list[SharedMemory] = []
+    signals: list[Any] = []
 
     def made(kind: str, size: int, stuck_seconds: float = 30.0, members: int | None = None) -> list[Any]:
         if kind == "in process":
             return list(in_process_groups(size))
+        if kind == "tcp":
+            groups, own = tcp_groups(size, stuck_seconds, members)
+            signals.extend(own)
+            return groups
         memories.append(SharedMemory.create(group_bytes(size, CAPACITY, members)))
         return [SharedMemoryGroup(memories[-1], rank, size, CAPACITY, stuck_seconds, members) for rank in range(size)]
 
     yield made
+    for each in signals:
+        each.let_end()
+    for each in signals:
+        each.close()
+        each._group.close()
     for memory in memories:
         memory.close()
 
@@ -136,22 +149,22 @@ def test_an_abort_wakes_every_rank_with_the_first_reason(groups_of: Groups, kind
     assert time.monotonic() - started < 5
 
 
-@needs_kernels
-def test_a_rank_that_does_not_come_is_named_with_step_and_cut(groups_of: Groups) -> None:
+@pytest.mark.parametrize("kind", BETWEEN_PROCESSES)
+def test_a_rank_that_does_not_come_is_named_with_step_and_cut(groups_of: Groups, kind: str) -> None:
     def run(group: Any) -> None:
         group.begin_step(7)
         group.all_reduce(np.ones(4, dtype=np.float32))
         if group.rank != 1:
             group.all_reduce(np.ones(4, dtype=np.float32))
 
-    first, second, third = together(groups_of("shared memory", 3, stuck_seconds=0.3), run)
+    first, second, third = together(groups_of(kind, 3, stuck_seconds=0.3), run)
     assert second is None
     for error in (first, third):
         assert str(error).startswith("rank 1 has not reached a sum outside of the layers of step 7 within 0.3 s")
 
 
-@needs_kernels
-def test_a_rank_that_waited_for_a_slow_one_has_its_own_time_from_then_on(groups_of: Groups) -> None:
+@pytest.mark.parametrize("kind", BETWEEN_PROCESSES)
+def test_a_rank_that_waited_for_a_slow_one_has_its_own_time_from_then_on(groups_of: Groups, kind: str) -> None:
     """The first of three stages waits for a rank for longer than it may; no rank is at one place for so long."""
     stuck_seconds, values = 0.6, np.ones(4, dtype=np.float32)
 
@@ -168,7 +181,58 @@ def test_a_rank_that_waited_for_a_slow_one_has_its_own_time_from_then_on(groups_
         else:
             group.receive(values.copy(), 1)
 
-    assert together(groups_of("shared memory", 3, stuck_seconds, members=1), run) == [None, None, None]
+    assert together(groups_of(kind, 3, stuck_seconds, members=1), run) == [None, None, None]
+
+
+@pytest.mark.parametrize("kind", BETWEEN_PROCESSES)
+def test_what_a_failed_step_leaves_on_its_way_is_no_part_of_the_next(groups_of: Groups, kind: str) -> None:
+    """Two ranks have begun to exchange more than connections hold when the third one fails."""
+    values, begun = np.arange(600_000 if kind == "tcp" else 600, dtype=np.float32), threading.Barrier(3)
+
+    def run(group: Any) -> Any:
+        found = []
+        for turn in range(3):
+            own = values + group.rank + turn
+            group.begin_step(turn)
+            try:
+                if group.rank == 2:
+                    group.abort(f"no memory at step {turn}")
+                group.all_reduce(own)
+            except GroupAborted as error:
+                found.append(str(error))
+            begun.wait(30)  # as the plan ring does
+            group.reset() if group.rank == 0 else group.recover()
+            begun.wait(30)
+            own = values + group.rank + turn
+            group.all_reduce(own)
+            found.append(np.array_equal(own, 3 * values + 3 + 3 * turn))
+        return found
+
+    expected = [each for turn in range(3) for each in (f"no memory at step {turn}", True)]
+    assert together(groups_of(kind, 3), run) == [expected] * 3
+
+
+def test_a_rank_that_ends_is_named_to_all(groups_of: Groups) -> None:
+    groups = groups_of("tcp", 3)
+
+    def run(group: Any) -> None:
+        group.all_reduce(np.ones(4, dtype=np.float32))
+        if group.rank == 1:
+            (connection,) = group.tell.__self__._connections.values()
+            connection.shutdown(socket.SHUT_RDWR)
+            for peer in group._peers.values():
+                peer.connection.shutdown(socket.SHUT_RDWR)
+        else:
+            group.all_reduce(np.ones(4, dtype=np.float32))
+
+    first, second, third = together(groups, run)
+    assert second is None
+    for error in (first, third):
+        assert str(error).startswith(
+            "rank 1 ended its connection; it was last at a sum outside of the layers of step 0"
+        )
+    assert groups[0].is_lost
+    assert groups[2].is_lost
 
 
 SLOTS, SLOT_BYTES = 8, 512

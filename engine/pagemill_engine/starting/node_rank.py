@@ -11,7 +11,8 @@ import signal
 import socket
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
 
 import msgspec
 
@@ -22,7 +23,7 @@ from pagemill_engine.sizing.memory import measure_memory
 from pagemill_engine.starting.load_ranks import RankSettings, follower_of
 from pagemill_engine.starting.nodes import Invitation, NodeRankSettings, RankError
 from pagemill_engine.starting.rank_process import end_with
-from pagemill_engine.starting.rendezvous import Joining, Listener, open_to, token_of
+from pagemill_engine.starting.rendezvous import Joining, Key, Listener, Purpose, open_to, token_of
 from pagemill_engine.weights.errors import LoadError
 from pagemill_kernels.ranks.connections import listening, receive_frame, send_frame
 from pagemill_kernels.ranks.group import GroupAborted
@@ -61,27 +62,40 @@ def run(settings: NodeRankSettings) -> None:
     nodes, rank = settings.config.nodes, settings.rank
     assert nodes is not None
     token = token_of(nodes)
-    control = open_to("join", rank, nodes, token)
-    listener = Listener(listening(control.getsockname()[0], 0), token)
-    try:
+    with ExitStack() as stack:
+
+        def opened(purpose: Purpose, at: tuple[str, int] | None = None) -> socket.socket:
+            connection = open_to(purpose, rank, nodes, token, at)
+            stack.callback(connection.close)
+            return connection
+
+        control = opened("join")
+        listener = Listener(listening(control.getsockname()[0], 0), token)
+        stack.callback(listener.abandon)
         send_frame(control, msgspec.json.encode(_joining(settings, nodes, listener.port)))
         invitation = msgspec.json.decode(receive_frame(control), type=Invitation)
-        plans = open_to("plans", rank, nodes, token)
-        values = {0: open_to("values", rank, nodes, token)}
-        for other, at in invitation.addresses.items():
-            values[other] = open_to("values", rank, nodes, token, at)
+        plans, values = opened("plans"), {0: opened("values")}
+        values |= {other: opened("values", at) for other, at in invitation.addresses.items()}
         size = settings.config.num_ranks
-        found = listener.collect(
-            [("values", other) for other in range(rank + 1, size)], time.monotonic() + nodes.timeout_s, lambda: None
-        )
-    finally:
+        wanted: list[Key] = [("values", other) for other in range(rank + 1, size)]
+        found = listener.collect(wanted, time.monotonic() + nodes.timeout_s, lambda: None)
         listener.close()
-    values |= {other: connection for (_, other), connection in found.items()}
-    if len(values) < size - 1:
-        raise LoadError("RankLost", "Other ranks have joined, but opened no connection for values.")
-    given = msgspec.structs.replace(invitation.settings, path=settings.path, num_threads=settings.num_threads)
+        values |= {other: connection for (_, other), connection in found.items()}
+        if len(values) < size - 1:
+            raise LoadError("RankLost", "Other ranks have joined, but opened no connection for values.")
+        _follow(settings, invitation.settings, values, plans, control)
+
+
+def _follow(
+    settings: NodeRankSettings,
+    invited: RankSettings,
+    values: Mapping[int, socket.socket],
+    plans: socket.socket,
+    control: socket.socket,
+) -> None:
+    given = msgspec.structs.replace(invited, path=settings.path, num_threads=settings.num_threads)
     members = settings.config.tensor_parallel_size
-    group = TcpGroup(values, rank, size, members, given.stuck_seconds)
+    group = TcpGroup(values, settings.rank, settings.config.num_ranks, members, given.stuck_seconds)
     runner = _loaded(given, group, control)
     if receive_frame(control) != b"start":
         raise EOFError("unknown message")

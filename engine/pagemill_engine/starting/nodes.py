@@ -106,8 +106,7 @@ def load_nodes(files: ModelFiles, compute: Compute, stuck_seconds: float = STUCK
         for each in members.values():
             send_frame(each.connection, b"start")
     except BaseException:
-        for each in members.values():
-            each.connection.close()
+        listener.abandon()
         children.kill()
         raise
     finally:
@@ -172,8 +171,9 @@ class NodeProcesses:
                 left.discard(file)
                 process, rank = self._processes[by_file[file]], self._ranks[by_file[file]]
                 if process.wait() and not self._is_ending:
+                    error = _said(process) or _ended(rank, process)
                     self.kill()
-                    raise _said(process) or _ended(rank, process)
+                    raise error
 
     def terminate(self) -> None:
         self._is_ending = True

@@ -95,6 +95,7 @@ class Listener:
         self._socket, self._token = found, token
         self.port: int = found.getsockname()[1]
         self._found: queue.Queue[tuple[Opening, socket.socket]] = queue.Queue()
+        self._taken: list[socket.socket] = []
         self._pool = ThreadPoolExecutor(_THREADS, "rank-accept")
         threading.Thread(target=self._accept, name="rank-accept", daemon=True).start()
 
@@ -112,16 +113,25 @@ class Listener:
             if key in left:
                 left.discard(key)
                 found[key] = connection
+                self._taken.append(connection)
             else:
                 logger.warning("a second rank %d has come, or one that is not awaited; it is refused", opening.rank)
                 connection.close()
         return found
 
+    def abandon(self) -> None:
+        """Close the connections that it has returned, too."""
+        for connection in self._taken:
+            connection.close()
+        self.close()
+
     def close(self) -> None:
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._pool.shutdown(cancel_futures=True)  # greetings are short
+        while not self._found.empty():
+            self._found.get()[1].close()
 
     def _accept(self) -> None:
         while True:

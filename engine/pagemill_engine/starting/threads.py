@@ -21,8 +21,8 @@ def threads_of_ranks(config: EngineConfig) -> list[int]:
             "SettingsUnsupported",
             f"tensorParallel {config.tensor_parallel_size} x pipelineParallel {config.pipeline_parallel_size} are "
             f"{size} processes {'of each node ' if config.nodes else ''}that compute at the same time, but they may "
-            f"use {number} {'core' if number == 1 else 'cores'}. Lower one of them, or raise resources.cpu or the number "
-            "of threads.",
+            f"use {number} {'core' if number == 1 else 'cores'}. Lower one of them, or raise resources.cpu or the "
+            "number of threads.",
         )
     return [end - first for first, end in dealt(number, size)]
 

@@ -25,8 +25,8 @@ class TcpWriter:
     def write(self, message: bytes, seconds: float = WRITE_SECONDS) -> None:
         """As `RingWriter.write`. After an error nothing more can be written."""
         for name, connection in self._readers.items():
-            connection.settimeout(seconds)
             try:
+                connection.settimeout(seconds)
                 send_frame(connection, message)
             except TimeoutError as error:
                 raise ReaderStoppedError(f"{name} has read nothing for {seconds:g} s") from error

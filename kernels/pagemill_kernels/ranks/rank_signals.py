@@ -121,10 +121,10 @@ class RankSignals:
     def _look(self) -> None:
         for rank in self._silent:
             self._silent[rank] += 1
-            if self._silent[rank] > self._most_looks + _SILENT_LOOKS:
+            if self._silent[rank] > 2 * self._most_looks:  # one that others wait for is named before
+                seconds = 2 * self._group.stuck_seconds
                 self._lose(
-                    f"{self._name(rank)} has not been heard for {self._group.stuck_seconds:g} s; it was last "
-                    f"{self._group.place(rank)}"
+                    f"{self._name(rank)} has said nothing for {seconds:g} s; it was last {self._group.place(rank)}"
                 )
         if self._group.rank == 0:
             for rank in range(self._group.size):

@@ -1,31 +1,251 @@
-"""Processes of several nodes that compute a model together over TCP give the tokens of one."""
+"""Processes of several nodes that compute a model together over TCP give the tokens of one, and end by name."""
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import psutil
 import pytest
-from node_engine import Nodes, node_loader
-from ranked_engine import SETTINGS, answers, saved
+from hung_processes import hang
+from node_engine import NodeProcess, NodeThread, kept_threads, load_first, node_config, of_node
+from ranked_engine import LONG, ROUNDS, SETTINGS, Engine, answers, prompts_of, saved
+from waiting import busy_factor
 
+from pagemill_engine.config import EngineConfig, NodesConfig
+from pagemill_engine.executing.ranks.identity import RankIdentity
+from pagemill_engine.executing.ranks.ranked import RanksLostError
+from pagemill_engine.starting import rendezvous
+from pagemill_engine.starting.rendezvous import open_to, token_of
+from pagemill_engine.starting.threads import threads_of_ranks
+from pagemill_engine.weights.errors import LoadError
 from pagemill_kernels.cpu import library
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.unavailable_reason()}")
 
 
-@pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[Nodes]:
-    with node_loader(tmp_path) as load:
-        yield load
+@pytest.fixture(autouse=True)
+def _kept() -> Iterator[None]:
+    with kept_threads():
+        yield
 
 
-@pytest.mark.parametrize(("size", "num_stages", "count"), [(2, 1, 2), (2, 2, 2), (4, 2, 2)])
-def test_nodes_give_the_tokens_of_one_process(
-    llama_folder: Path, nodes: Nodes, runner_loader: Any, size: int, num_stages: int, count: int
-) -> None:
+@pytest.fixture(scope="module")
+def expected(llama_folder: Path, runner_loader: Any) -> list[Any]:
     single = runner_loader(llama_folder, **SETTINGS)
+    found = answers(single)
+    single.close()
+    return found
+
+
+@pytest.mark.parametrize(("size", "num_stages"), [(2, 1), (2, 2), pytest.param(4, 2, marks=pytest.mark.full)])
+def test_nodes_give_the_tokens_of_one_process(
+    llama_folder: Path, expected: list[Any], size: int, num_stages: int
+) -> None:
+    """Every rank is on a node of its own."""
+    config = node_config(llama_folder, size, num_stages, count=size)
+    nodes = [NodeThread(of_node(config, rank)) for rank in range(1, size)]
+    runner = load_first(config)
+    assert answers(runner) == expected
+    runner.close()
+    assert [node.join() for node in nodes] == [None] * len(nodes)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["Gemma2", "Mixtral"])
+def test_other_families_on_nodes_give_the_tokens_of_one_process(kind: str, tmp_path: Path, runner_loader: Any) -> None:
+    folder = saved(kind, tmp_path)
+    single = runner_loader(folder, **SETTINGS)
     expected = answers(single)
     single.close()
-    assert answers(nodes(llama_folder, size, num_stages, count=count)) == expected
+    config = node_config(folder, 2)
+    node = NodeThread(of_node(config, 1))
+    runner = load_first(config)
+    assert answers(runner) == expected
+    runner.close()
+    assert node.join() is None
+
+
+def test_a_step_that_raises_is_computed_again_on_all_nodes(
+    llama_folder: Path, monkeypatch: pytest.MonkeyPatch, runner_loader: Any
+) -> None:
+    single = runner_loader(llama_folder, **SETTINGS)
+    expected = Engine(single).run(prompts_of(1), LONG)
+    single.close()
+    config = node_config(llama_folder, 2)
+    node = NodeThread(of_node(config, 1))
+    runner: Any = load_first(config)
+    group, failed = runner._group, []
+    meet = group.meet
+
+    def fails_twice(place: int) -> None:
+        # Every failed step is followed by one step for each of its requests alone.
+        if len(failed) < 2 and group.statuses[0].step >= (5, 20)[len(failed)]:
+            failed.append(group.statuses[0].step)
+            raise MemoryError("no memory")
+        meet(place)
+
+    monkeypatch.setattr(group, "meet", fails_twice)
+    engine = Engine(runner)
+    assert [tokens for tokens, _ in engine.run(prompts_of(1), LONG)] == [tokens for tokens, _ in expected]
+    assert len(failed) == 2
+    runner.close()
+    assert node.join() is None
+
+
+def lost(engine: Engine) -> tuple[str, float]:
+    """Run requests until the ranks are lost. Returns the message, and how many seconds it took."""
+    engine.add(prompts_of(1), LONG)
+    started = time.monotonic()
+    with pytest.raises(RanksLostError) as raised:
+        engine.run_out()
+    return str(raised.value), time.monotonic() - started
+
+
+@pytest.mark.sample("kill")
+@pytest.mark.parametrize("how", ["kill", "stop", "end"])
+def test_a_rank_of_another_node_that_is_gone_is_named(
+    llama_folder: Path, tmp_path: Path, expected: list[Any], how: str
+) -> None:
+    """As processes: two ranks are on the other node. `end`: that node gets its pod's signal."""
+    config = node_config(llama_folder, 4, num_kv_blocks=None)
+    node = NodeProcess(tmp_path, of_node(config, 1))
+    runner: Any = load_first(config, stuck_seconds=60.0 if how == "kill" else 1.0)
+    engine = Engine(runner)
+    assert engine.run(prompts_of(0), ROUNDS[0]) == expected[0]
+    ranks = psutil.Process(node.process.pid).children()
+    assert len(ranks) == 2
+    {"kill": lambda: os.kill(ranks[1].pid, signal.SIGKILL), "stop": lambda: hang(ranks[1].pid)}.get(
+        how, node.process.terminate
+    )()
+    message, took = lost(engine)
+    assert took < (1 if how != "stop" else 2) * busy_factor()
+    named = "rank 3" if how != "end" else "rank "
+    assert f"The ranks of this engine stopped: {named}" in message
+    assert " (node 1 at 127.0.0.1) " in message
+    assert ("has not reached" if how == "stop" else "ended its connection; it was last at") in message
+    runner.close()
+    if how == "stop":
+        os.kill(ranks[1].pid, signal.SIGCONT)
+    code, last = node.end()
+    assert code == (0 if how == "end" else 1)
+    if how != "end":
+        assert last["reason"] == "RankLost"
+    assert not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks)
+
+
+def test_other_nodes_end_when_the_first_one_does(llama_folder: Path) -> None:
+    config = node_config(llama_folder, 2)
+    node = NodeThread(of_node(config, 1))
+    runner: Any = load_first(config)
+    Engine(runner).run(prompts_of(1), ROUNDS[0])
+    runner._followers._signals.let_end()
+    runner._followers._signals.close()  # as when the process is killed
+    runner._ring.close()
+    error = node.join()
+    assert isinstance(error, LoadError)
+    assert error.reason == "RankLost"
+    assert error.message.startswith("The ranks stopped: rank 0 ended its connection")
+    with pytest.raises(RanksLostError):
+        runner.sleep()
+    runner.close()
+
+
+@pytest.mark.parametrize("field", ["weights", "version", "shape", "token"])
+def test_nodes_that_differ_are_refused_with_what_differs(
+    llama_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: str
+) -> None:
+    config = node_config(llama_folder, 2)
+    other = of_node(config, 1)
+    expected = "RankMismatch: Rank 1 (node 1 at 127.0.0.1) has "
+    if field == "weights":
+        other = of_node(config, 1, saved("Llama", tmp_path / "other", initializer_range=0.2))
+        expected += "the digest of the weights "
+    elif field == "version":
+        changed = msgspec.structs.replace(RankIdentity.own(), version="0.0.1")
+        identities = iter([changed])
+        monkeypatch.setattr("pagemill_engine.starting.node_rank.RankIdentity.own", lambda *_: next(identities, own))
+        own = RankIdentity("1", 1, 1)
+        expected += "the version 0.0.1, but rank 0 has 1. Install the same version"
+    elif field == "shape":
+        other = msgspec.structs.replace(other, tensor_parallel_size=1, pipeline_parallel_size=2)
+        expected += "tensor_parallel_size 1, but rank 0 has 2. Start all nodes alike."
+    else:
+        other, config = of_node(config, 1, token="another"), of_node(config, 0, timeout_s=1.0)
+        expected = "RendezvousFailed: rank 1 of node 1 did not join node 0 at 127.0.0.1:"
+    node = NodeThread(other)
+    with pytest.raises(LoadError) as raised:
+        load_first(config)
+    assert str(raised.value).startswith(expected)
+    error = node.join()
+    if field == "token":
+        assert "Give all nodes the same internal token" in str(error)
+    else:
+        assert error is not None
+
+
+def test_an_address_that_does_not_resolve_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = NodesConfig(count=2, rank=1, address="no-such-node.invalid", token="known", timeout_s=0.01)
+    with pytest.raises(
+        LoadError, match=r"RendezvousFailed: The address `no-such-node\.invalid` of node 0 does not res"
+    ):
+        open_to("join", 1, nodes, b"known")
+    with pytest.raises(
+        LoadError, match=r"RendezvousFailed: The address `no-such-node\.invalid` of node 0 does not res"
+    ):
+        rendezvous.listen(nodes, b"known")
+
+
+def test_a_node_that_is_not_there_is_named(llama_folder: Path) -> None:
+    nodes = of_node(node_config(llama_folder, 2), 1, timeout_s=0.01).nodes
+    assert nodes is not None
+    with pytest.raises(LoadError, match=rf"127\.0\.0\.1:{nodes.port} cannot be reached: .*Start node 0"):
+        open_to("join", 1, nodes, b"known")
+
+
+def test_who_does_not_know_the_token_does_not_join(llama_folder: Path) -> None:
+    """What it sends is not answered, and does not hinder those that know it."""
+    config = node_config(llama_folder, 2)
+    assert config.nodes is not None
+    listener = rendezvous.listen(config.nodes, b"known")
+    with pytest.raises(LoadError, match="Give all nodes the same internal token"):
+        open_to("join", 1, config.nodes, b"other")
+    found = open_to("join", 1, config.nodes, b"known")
+    again = open_to("join", 1, config.nodes, b"known")
+    collected = listener.collect([("join", 1), ("join", 2)], time.monotonic() + 0.5, lambda: None)
+    assert set(collected) == {("join", 1)}
+    again.settimeout(10)
+    assert again.recv(1) == b""  # the second one of that number
+    for each in (found, again, *collected.values()):
+        each.close()
+    listener.close()
+
+
+def test_settings_of_nodes_are_checked(llama_folder: Path, tmp_path: Path) -> None:
+    nodes = NodesConfig(count=3, address="a", token="known")
+    with pytest.raises(ValueError, match=r"4 processes .* cannot be divided equally among 3 nodes; change nnodes"):
+        EngineConfig(model="m", tensor_parallel_size=4, nodes=nodes)
+    for wrong, named in (
+        ({"count": 1}, "nnodes must be 2 to 64, got 1"),
+        ({"count": 2, "rank": 2}, "node_rank must be 0 to 1, got 2"),
+        ({"count": 2, "address": ""}, "master_addr is empty"),
+        ({"count": 2, "port": 0}, "master_port: 0 is not a port"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            NodesConfig(**{"address": "a", **wrong})
+    file = tmp_path / "tokens"
+    file.write_text("\nfirst\nsecond\n")
+    assert token_of(NodesConfig(count=2, address="a", tokens_file=str(file))) == b"first"
+    with pytest.raises(LoadError, match=r"need a token that all of them know\. Set PAGEMILL_INTERNAL_TOKEN"):
+        token_of(NodesConfig(count=2, address="a"))
+    with pytest.raises(LoadError, match="cannot be read"):
+        token_of(NodesConfig(count=2, address="a", tokens_file=str(tmp_path / "absent")))
+    config = node_config(llama_folder, 4, count=2)
+    assert threads_of_ranks(msgspec.structs.replace(config, num_threads=4)) == [2, 2]
+    with pytest.raises(LoadError, match=r"2 processes of each node that compute at the same time, .* may use 1 core"):
+        threads_of_ranks(msgspec.structs.replace(config, num_threads=1))
