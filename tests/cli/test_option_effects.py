@@ -40,6 +40,7 @@ _SIMULATED = f"--model {SMOLLM2} --fast -o json --max-replicas 3 --min-replicas 
 _SIM = f"{_SIMULATED} --accelerator l4 --workload {STEADY},duration_s=9,rate=3"
 _TRACED = f"{_SIMULATED} --accelerator l4"
 _ENGINE = "--engine http://127.0.0.1:8000 --model m"
+_NODES = "--tensor-parallel-size 2 --nnodes 2"
 _GENERATED = {
     "dtype": "float32",
     "quantization": "int8",
@@ -77,6 +78,10 @@ CASES: dict[str, dict[str, Case]] = {
     "serve": {
         **{name.replace("-", "_"): ("", f"--{name} {value}") for name, value in _GENERATED.items()},
         "model": ("", "other.gguf"),
+        "nnodes": ("--tensor-parallel-size 6 --nnodes 2", "--nnodes 3"),
+        "node_rank": (_NODES, "--node-rank 1"),
+        "master_addr": (_NODES, "--master-addr 10.0.0.1"),
+        "master_port": (_NODES, "--master-port 1"),
         "host": ("", "--host ::1"),
         "deterministic": ("", "--deterministic"),
         "cuda_graphs": ("", "--no-cuda-graphs"),

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from pagemill_engine.config import NodesConfig
+from pagemill_engine.config import MOST_RANKS, NodesConfig
 from pagemill_engine.executing.ranks.identity import RankIdentity
 from pagemill_engine.sizing.memory import MemoryState
 from pagemill_engine.weights.errors import LoadError
@@ -96,7 +96,7 @@ class Listener:
         self.port: int = found.getsockname()[1]
         self._found: queue.Queue[tuple[Opening, socket.socket]] = queue.Queue()
         self._taken: list[socket.socket] = []
-        self._pool = ThreadPoolExecutor(_THREADS, "rank-accept")
+        self._pool, self._room = ThreadPoolExecutor(_THREADS, "rank-accept"), threading.BoundedSemaphore(MOST_RANKS * 2)
         threading.Thread(target=self._accept, name="rank-accept", daemon=True).start()
 
     def collect(self, wanted: Iterable[Key], deadline: float, check: Callable[[], None]) -> dict[Key, socket.socket]:
@@ -137,20 +137,29 @@ class Listener:
         while True:
             try:
                 connection, _ = self._socket.accept()
-                self._pool.submit(self._greet, connection)
-            except (OSError, RuntimeError):
+            except OSError:
                 return  # closed
+            if not self._room.acquire(blocking=False):
+                connection.close()  # more than all ranks: none of them is among these
+                continue
+            try:
+                self._pool.submit(self._greet, connection)
+            except RuntimeError:
+                connection.close()
+                return
 
     def _greet(self, connection: socket.socket) -> None:
-        if not accepted(connection, self._token):
-            return
         try:
+            if not accepted(connection, self._token):
+                return
             connection.settimeout(HANDSHAKE_SECONDS)
             opening = msgspec.json.decode(receive_frame(connection), type=Opening)
             connection.settimeout(None)
         except (OSError, EOFError, msgspec.DecodeError):
             connection.close()
             return
+        finally:
+            self._room.release()
         self._found.put((opening, connection))
 
 
@@ -180,9 +189,9 @@ def _until(
             return run(deadline)
         except ConnectionRefused as error:
             raise LoadError(FAILED, f"{error}. Give all nodes the same internal token.") from error
-        except socket.gaierror as error:
+        except (socket.gaierror, UnicodeError) as error:
             why = (
-                f"The address `{host}` of node 0 does not resolve: {error.strerror}. Set --master-addr (nodes.address) "
+                f"The address `{host}` of node 0 does not resolve: {error}. Set --master-addr (nodes.address) "
                 "to a name or an IP address of node 0 that all nodes know"
             )
         except OSError as error:
