@@ -121,7 +121,7 @@ def _joining(settings: NodeRankSettings, nodes: NodesConfig, port: int) -> Joini
 
 def _loaded(settings: RankSettings, group: TcpGroup, control: socket.socket) -> FollowerRunner:
     try:
-        runner = follower_of(settings, group)
+        runner = follower_of(settings, group, lambda line: None)  # adapters are refused
     except Exception as error:
         report = RankReport(RankIdentity.own(), error=f"{type(error).__name__}: {error}")
         with suppress(OSError):

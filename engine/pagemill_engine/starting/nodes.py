@@ -78,6 +78,12 @@ def load_nodes(files: ModelFiles, compute: Compute, stuck_seconds: float = STUCK
     assert nodes is not None
     token, threads = token_of(nodes), threads_of_ranks(config)
     check_settings(config, compute)
+    if config.enable_lora:
+        raise LoadError(
+            "SettingsUnsupported",
+            "Adapters are read from folders of node 0, which other nodes lack. Turn enable_lora off, or run all ranks on "
+            "one machine.",
+        )
     part = part_of(files.spec, 0, config.num_ranks, config.pipeline_parallel_size)
     launch.set_num_threads(threads[0])
     prepare_thread = torch_threads(compute, threads[0])
