@@ -21,7 +21,7 @@ from pagemill_engine.executing.ranks.follower import FollowerRunner, follow
 from pagemill_engine.executing.ranks.identity import RankIdentity, RankReport
 from pagemill_engine.sizing.memory import measure_memory
 from pagemill_engine.starting.load_ranks import RankSettings, follower_of
-from pagemill_engine.starting.nodes import Invitation, NodeRankSettings, RankError
+from pagemill_engine.starting.nodes import CLOSE_SECONDS, Invitation, NodeRankSettings, RankError
 from pagemill_engine.starting.rank_process import end_with
 from pagemill_engine.starting.rendezvous import Joining, Key, Listener, Purpose, open_to, token_of
 from pagemill_engine.weights.errors import LoadError
@@ -106,6 +106,8 @@ def _follow(
     except GroupAborted:
         is_closed = False  # the reason says more
     signals.let_end()
+    if is_closed:
+        signals.say_end(CLOSE_SECONDS)
     signals.close()
     if not is_closed:
         raise LoadError("RankLost", f"The ranks stopped: {group.reason() or 'rank 0 ended its connection'}")

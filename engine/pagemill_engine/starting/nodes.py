@@ -29,7 +29,7 @@ from pagemill_engine.sizing.memory import MemoryState, measure_memory
 from pagemill_engine.sizing.rank_parts import part_of
 from pagemill_engine.starting.load_ranks import RankSettings, check_settings, load_part
 from pagemill_engine.starting.preparing import ModelFiles, describe_cache, prepare, refusals, runner_info
-from pagemill_engine.starting.rendezvous import FAILED, Joining, Key, Listener, Member, listen, token_of
+from pagemill_engine.starting.rendezvous import Joining, Key, Listener, Member, listen, token_of
 from pagemill_engine.starting.threads import threads_of_ranks, torch_threads
 from pagemill_engine.weights.errors import LoadError
 from pagemill_kernels.cpu import launch
@@ -81,8 +81,8 @@ def load_nodes(files: ModelFiles, compute: Compute, stuck_seconds: float = STUCK
     if config.enable_lora:
         raise LoadError(
             "SettingsUnsupported",
-            "Adapters are read from folders of node 0, which other nodes lack. Turn enable_lora off, or run all ranks on "
-            "one machine.",
+            "Adapters are read from folders of node 0, which other nodes lack. Turn enable_lora off, or run all ranks "
+            "on one machine.",
         )
     part = part_of(files.spec, 0, config.num_ranks, config.pipeline_parallel_size)
     launch.set_num_threads(threads[0])
@@ -252,7 +252,7 @@ def _members(
         missing = [rank for _, rank in wanted if ("join", rank) not in found]
         where = ", ".join(f"rank {rank} of node {rank // config.ranks_here}" for rank in missing)
         raise LoadError(
-            FAILED,
+            "RendezvousFailed",
             f"{where} did not join node 0 at {nodes.address}:{nodes.port} within {nodes.timeout_s:g} s. Start these "
             "nodes with --node-rank and the same --nnodes, --master-addr and --master-port, read their logs, and let "
             "the network pass connections between the nodes.",

@@ -34,7 +34,6 @@ from pagemill_kernels.ranks.connections import (
 
 logger = logging.getLogger(__name__)
 
-FAILED = "RendezvousFailed"
 _RETRY_SECONDS, _NOTE_SECONDS = 0.2, 10.0
 _THREADS = 16
 Purpose = Literal["join", "plans", "values"]
@@ -78,10 +77,12 @@ def token_of(nodes: NodesConfig) -> bytes:
             with open(nodes.tokens_file, encoding="utf-8") as file:
                 token = next((line.strip() for line in file if line.strip()), "")
         except (OSError, ValueError) as error:
-            raise LoadError(FAILED, f"The token file `{nodes.tokens_file}` cannot be read: {error}.") from error
+            raise LoadError(
+                "RendezvousFailed", f"The token file `{nodes.tokens_file}` cannot be read: {error}."
+            ) from error
     if not token:
         raise LoadError(
-            FAILED,
+            "RendezvousFailed",
             "Ranks on several nodes need a token that all of them know. Set PAGEMILL_INTERNAL_TOKEN or "
             "--internal-token-file to the same value on all nodes.",
         )
@@ -188,7 +189,7 @@ def _until(
         try:
             return run(deadline)
         except ConnectionRefused as error:
-            raise LoadError(FAILED, f"{error}. Give all nodes the same internal token.") from error
+            raise LoadError("RendezvousFailed", f"{error}. Give all nodes the same internal token.") from error
         except (socket.gaierror, UnicodeError) as error:
             why = (
                 f"The address `{host}` of node 0 does not resolve: {error}. Set --master-addr (nodes.address) "
@@ -202,7 +203,7 @@ def _until(
             )
         now = time.monotonic()
         if now >= deadline:
-            raise LoadError(FAILED, f"{why}. It was tried for {nodes.timeout_s:g} s.")
+            raise LoadError("RendezvousFailed", f"{why}. It was tried for {nodes.timeout_s:g} s.")
         if now >= noted:
             logger.warning("%s; trying again", why)
             noted = now + _NOTE_SECONDS

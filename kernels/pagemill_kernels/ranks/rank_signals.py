@@ -36,6 +36,8 @@ class RankSignals:
         self._silent = dict.fromkeys(connections, 0)
         self._waits: dict[int, tuple[tuple[int, int], int]] = {}
         """For ranks that wait: the rank that keeps them and its progress, and how often both were found so."""
+        self._finished: set[int] = set()
+        """Ranks that have said that they end."""
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._ended = os.eventfd(0, os.EFD_NONBLOCK)
@@ -54,6 +56,15 @@ class RankSignals:
         """Do not call ranks lost any more that end."""
         self._closing.set()
 
+    def say_end(self, seconds: float) -> None:
+        """Tell rank 0 that this rank ends as it should, and wait until it has read that: what is unread when a
+        connection is closed may be lost."""
+        self._send(["ends"])
+        for connection in self._connections.values():
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_WR)
+        self.wait_for_ends(seconds)
+
     def close(self) -> None:
         self._closing.set()
         os.eventfd_write(self._ended, 1)
@@ -63,7 +74,7 @@ class RankSignals:
             connection.close()
 
     def wait_for_ends(self, seconds: float) -> bool:
-        """Wait until all other ranks have closed their connections. Returns whether they have."""
+        """Wait until all other ranks have ended their connections. Returns whether they have."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
@@ -95,8 +106,9 @@ class RankSignals:
                     self._hear(rank, json.loads(line))
                 if not piece:
                     poll.unregister(file)
-                    del ranks[file]
-                    self._lose(f"{self._name(rank)} ended its connection; it was last {group.place(rank)}")
+                    del ranks[file], self._silent[rank]
+                    if rank not in self._finished:
+                        self._lose(f"{self._name(rank)} ended its connection; it was last {group.place(rank)}")
             if time.monotonic() >= due:
                 due = time.monotonic() + self._seconds
                 self._send(["at", *group.statuses[own], group.waits_for[own]])
@@ -109,6 +121,9 @@ class RankSignals:
             return b""
 
     def _hear(self, rank: int, words: list[Any]) -> None:
+        if words[0] == "ends":
+            self._finished.add(rank)
+            return
         if words[0] == "at":
             self._group.statuses[rank] = RankStatus(*words[1:5])
             self._group.waits_for[rank] = words[5]

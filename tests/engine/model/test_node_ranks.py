@@ -20,7 +20,7 @@ from waiting import busy_factor
 from pagemill_engine.config import EngineConfig, NodesConfig
 from pagemill_engine.executing.ranks.identity import RankIdentity
 from pagemill_engine.executing.ranks.ranked import RanksLostError
-from pagemill_engine.starting import rendezvous
+from pagemill_engine.starting import node_rank, rendezvous
 from pagemill_engine.starting.rendezvous import open_to, token_of
 from pagemill_engine.starting.threads import threads_of_ranks
 from pagemill_engine.weights.errors import LoadError
@@ -167,11 +167,12 @@ def test_nodes_that_differ_are_refused_with_what_differs(
         other = of_node(config, 1, saved("Llama", tmp_path / "other", initializer_range=0.2))
         expected += "the digest of the weights "
     elif field == "version":
-        changed = msgspec.structs.replace(RankIdentity.own(), version="0.0.1")
-        identities = iter([changed])
-        monkeypatch.setattr("pagemill_engine.starting.node_rank.RankIdentity.own", lambda *_: next(identities, own))
-        own = RankIdentity("1", 1, 1)
-        expected += "the version 0.0.1, but rank 0 has 1. Install the same version"
+        own, joining = RankIdentity.own(), node_rank._joining
+        changed = msgspec.structs.replace(own, version="0.0.1")
+        monkeypatch.setattr(
+            node_rank, "_joining", lambda *given: msgspec.structs.replace(joining(*given), identity=changed)
+        )
+        expected += f"the version 0.0.1, but rank 0 has {own.version}. Install the same version"
     elif field == "shape":
         other = msgspec.structs.replace(other, tensor_parallel_size=1, pipeline_parallel_size=2)
         expected += "tensor_parallel_size 1, but rank 0 has 2. Start all nodes alike."
