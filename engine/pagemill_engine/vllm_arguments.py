@@ -64,8 +64,8 @@ _REASONING = {
 _FLOATS = {"half": "float16", "float": "float32"}
 _KV = "The KV cache takes nine tenths of a GPU's free memory, on a CPU 1 GiB or a quarter of the free memory; "
 _ONE = (
-    "One engine computes one model (`tensor_parallel_size`, `pipeline_parallel_size`, `nnodes`). Run more replicas "
-    "behind `pagemill gateway`."
+    "One engine computes a model, on one machine or several (`tensor_parallel_size`, `pipeline_parallel_size`, "
+    "`nnodes`). Run more replicas behind `pagemill gateway`."
 )
 _TEXT = "Models here read text only."
 _LOGS = "Requests are not logged one by one; counters are at /metrics."

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.failure import StartupError
-from pagemill_engine.starting.nodes import run_node
-from pagemill_engine.weights.errors import LoadError
 from pagemill_protocol.source_errors import SourceError
 
 
 def compute_only(config: EngineConfig) -> None:
     """Return when node 0 has ended all, or at a signal. Raises `StartupError` if something failed."""
+    from pagemill_engine.starting.factory import find_model  # imports the kernels
+    from pagemill_engine.starting.nodes import run_node
+    from pagemill_engine.weights.errors import LoadError
+
     try:
-        run_node(config)
+        run_node(config, find_model(config))
     except (LoadError, SourceError) as error:
         raise StartupError(error.reason, error.message) from error

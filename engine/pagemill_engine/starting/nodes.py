@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -123,17 +124,14 @@ def load_nodes(files: ModelFiles, compute: Compute, stuck_seconds: float = STUCK
     return RankedRunner(inner, plans, group, joined, config.pipeline_parallel_size, prepare_thread)
 
 
-def run_node(config: EngineConfig) -> None:
-    """Run the ranks of a node that is not node 0 until rank 0 or a signal ends them. Raises `LoadError`."""
-    from pagemill_engine.starting.factory import find_model
-
+def run_node(config: EngineConfig, path: Path) -> None:
+    """Run the ranks of a node that is not node 0 until rank 0 or a signal ends them. Raises `LoadError`. `path`: of the
+    model's files."""
     nodes = config.nodes
     assert nodes is not None
     token_of(nodes)
     first = nodes.rank * config.ranks_here
-    children = NodeProcesses(
-        config, str(find_model(config)), threads_of_ranks(config), range(first, first + config.ranks_here)
-    )
+    children = NodeProcesses(config, str(path), threads_of_ranks(config), range(first, first + config.ranks_here))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: children.terminate())
     children.wait()

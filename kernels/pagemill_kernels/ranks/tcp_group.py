@@ -40,7 +40,7 @@ _SEND_BYTES = 4 << 20
 
 
 class Signal(NamedTuple):
-    """What a rank tells the others beside values."""
+    """What a rank says to the others beside values."""
 
     kind: Literal["failed", "lost", "recovered"]
     epoch: int
@@ -135,7 +135,7 @@ class TcpGroup:
         their sums."""
         self.rank, self.size, self.members, self.stuck_seconds = rank, size, members, stuck_seconds
         self.tell: Callable[[Signal], None] = lambda signal: None
-        """Tells the others; set before anything is exchanged."""
+        """Says it to the others; set before anything is exchanged."""
         self.statuses = [RankStatus(0, 0, OUTSIDE, OUTSIDE) for _ in range(size)]
         """What each rank last did; the own one is always true."""
         self.waits_for = [-1] * size
@@ -214,7 +214,7 @@ class TcpGroup:
         self.tell(Signal("lost", self._epoch, 0, self._reason))
 
     def hear(self, rank: int, signal: Signal) -> None:
-        """Take what another rank tells. Called on another thread."""
+        """Take what another rank says. Called on another thread."""
         if signal.kind == "failed":
             if signal.epoch == self._epoch:
                 self._fail(signal.step, signal.reason)
