@@ -31,6 +31,7 @@ from pagemill_gateway.brain.interface import Assignment
 from pagemill_gateway.metrics.worker import WorkerMetrics
 from pagemill_gateway.request_record import RequestRecord
 from pagemill_gateway.spans import write_spans
+from pagemill_protocol.errors import unavailable
 from pagemill_protocol.request.generate import Usage
 from pagemill_protocol.request.sampling import SamplingParams
 from pagemill_servers.tracing.config import TracingConfig
@@ -38,6 +39,7 @@ from pagemill_servers.tracing.tracing import open_tracing
 
 SCRAPE_GOAL_MS = 50.0
 SHARE_GOAL = 0.01
+OUTCOME_GOAL_US = 10.0
 REQUESTS_PER_S = 200
 START_LIMIT_S = 60.0
 SAMPLED = (0.01, 0.1, 1.0)
@@ -59,7 +61,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     scrapes = measure_scrapes(args.pods, args.scrapes)
-    calls = {"metrics": metrics_us(args.requests)}
+    calls = {"metrics": metrics_us(args.requests), "end of a failed request": outcome_us(args.requests)}
     without = traces_cost(args.traced, None)
     for ratio in SAMPLED:
         cost = traces_cost(args.traced, ratio)
@@ -72,8 +74,9 @@ def main() -> None:
     rows += [[name, f"{calls[name]:.0f} us", f"{share:.2%} at {REQUESTS_PER_S}/s"] for name, share in shares.items()]
     emit("metrics_cost", ["what", "time", "share or size"], rows, {"scrapes": scrapes, "us": calls, "shares": shares})
     slow = [name for name, each in scrapes.items() if each["ms"] > SCRAPE_GOAL_MS]
-    if slow or shares["metrics"] > SHARE_GOAL:
-        raise SystemExit(f"beyond a goal: scrapes {slow}, share {shares['metrics']:.2%}")
+    outcome = calls["end of a failed request"]
+    if slow or shares["metrics"] > SHARE_GOAL or outcome > OUTCOME_GOAL_US:
+        raise SystemExit(f"beyond a goal: scrapes {slow}, share {shares['metrics']:.2%}, outcome {outcome:.1f} us")
 
 
 def measure_scrapes(num_pods: int, num_scrapes: int) -> dict[str, dict[str, float]]:
@@ -136,6 +139,25 @@ def metrics_us(count: int) -> float:
         metrics.finished(record)
 
     return _cpu_us(measure, count) - _cpu_us(_record, count)
+
+
+def outcome_us(count: int) -> float:
+    """Return the CPU microseconds of finding and counting the outcome of a failed stream of a tenant with an objective:
+    no other request is counted in more series.
+    """
+    metrics, error = WorkerMetrics(), unavailable("Too many.", code="queue_full")
+
+    def ended() -> RequestRecord:
+        record = _record()
+        record.prepare_s, record.tenant, record.allowed_failures, record.num_delivered = None, "bench", 0.01, 1
+        return record
+
+    def measure() -> None:
+        record = ended()
+        record.failed(error)
+        metrics.finished(record)
+
+    return _cpu_us(measure, count) - _cpu_us(ended, count)
 
 
 class TraceCost(NamedTuple):

@@ -13,6 +13,7 @@ import foreign_policy
 import msgspec
 import pytest
 from click.testing import Result
+from pydantic import TypeAdapter, ValidationError
 from scaling_world import STEP_TIME
 from typer.testing import CliRunner
 
@@ -21,6 +22,7 @@ from pagemill.planning.errors import PlanError
 from pagemill.simulation.fleet import cold_start_of
 from pagemill.simulation.policies import BOUND, OWN, own_settings
 from pagemill.simulation.traffic import Traffic, workload_of
+from pagemill_crds.fields import Duration
 from pagemill_crds.sections.autoscaling import AutoscalingSection
 from pagemill_operator.autoscaler.registry import BUILT_IN
 from pagemill_operator.autoscaler.settings import Slo, settings_of
@@ -326,3 +328,13 @@ def test_the_commands_of_the_page_work(line: str, fit: Path, write: Write, monke
 def test_a_trace_has_its_own_rate() -> None:
     with pytest.raises(PlanError, match=r"--rps 3\.0: does not apply to a trace; use --limit and --speedup"):
         workload_of(Traffic(Path("x"), None, 3.0, None, None, None, skip_broken=False), seed=0)
+
+
+def test_options_and_fields_refuse_a_duration_with_one_sentence() -> None:
+    sentence = "'soon' is not a duration; write it like 300ms, 30s, 5m or 1h30m"
+    with pytest.raises(PlanError) as of_option:
+        cold_start_of("soon")
+    with pytest.raises(ValidationError) as of_field:
+        TypeAdapter(Duration).validate_python("soon")
+    assert str(of_option.value) == f"--cold-start {sentence}"
+    assert sentence in str(of_field.value)
