@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import itertools
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from pagemill_operator.backends.kubernetes.backend import TRIES, KubernetesClust
 from pagemill_operator.backends.kubernetes.deletion_cost import COST_ANNOTATION
 from pagemill_operator.backends.kubernetes.render.names import ADAPTERS_ANNOTATION
 from pagemill_operator.backends.kubernetes.snapshot import DIGEST_ANNOTATION, RenderContext
+from pagemill_operator.backends.kubernetes.writes import MOST_NOTES
 from pagemill_operator.controller.watching.cache import ObjectCache
 from pagemill_operator.plan import Plan, make_plan
 from pagemill_operator.plan.types import Problem
@@ -383,6 +385,29 @@ async def test_a_changed_list_of_adapters_is_renewed_in_running_pods_at_once(wor
     await world.settle(plan)
     assert world.take() == ["apply ConfigMap", "merge Pod", "merge Pod"], "a failed hint is not repeated"
     assert world.cluster.observe(KEY).fault is None
+
+
+async def test_pods_of_a_large_model_are_renewed_a_few_at_a_time(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = world.plan(engine={"lora": {}})
+    await world.settle(plan)
+    world.run_pods(**{f"pod-{number}": 1 for number in range(3 * MOST_NOTES)})
+    await world.settle(plan)
+    merge, now, most = world.api.merge, 0, 0
+
+    async def counted(*given: Any) -> Any:
+        nonlocal now, most
+        now += 1
+        most = max(most, now)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        now -= 1
+        return await merge(*given)
+
+    monkeypatch.setattr(world.api, "merge", counted)
+    world.take()
+    await world.settle(replace(plan, adapters=(WantedAdapter(name="sql", source="hf://a/b"),)))
+    assert world.take().count("merge Pod") == 3 * MOST_NOTES
+    assert most == MOST_NOTES
 
 
 async def test_a_failed_write_of_a_deletion_cost_delays_nothing(world: World) -> None:

@@ -17,7 +17,7 @@ from pagemill_engine.config import EngineConfig
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.starting.factory import create_runner
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.request.generate import GenerateRequest
+from pagemill_protocol.request.generate import ChoiceResume, GenerateRequest
 from pagemill_protocol.request.sampling import SamplingParams
 
 NUM_TOKENS = 6
@@ -303,6 +303,33 @@ def test_prefixes_are_shared_by_requests_of_one_adapter_only(bases: Any, tmp_pat
         outs = [out for _ in range(100) if engine.core.has_work for out in engine.core.step().outputs]
         cached.append(max(out.num_cached_tokens for out in outs))
     assert cached == [0, 32, 0, 0, 32]
+
+
+@pytest.mark.parametrize("has_it", [True, False], ids=["it has the adapter", "it loads the adapter"])
+def test_another_engine_continues_an_answer_with_an_adapter(has_it: bool, bases: Any, tmp_path: Path) -> None:
+    base = bases("llama")
+    adapters = [write_adapter(base, tmp_path / str(seed), seed, **CASES["llama"][1]) for seed in (1, 2)]
+    first, second = Engine(base), Engine(base, max_loras=1, max_cpu_loras=1)
+    digest = first.load(adapters[0])
+    expected = first.greedy(PROMPTS[:1], [digest], 12)[0]
+    assert [second.load(each) for each in (adapters if not has_it else adapters[::-1])].count(digest) == 1
+    requests = second.core.adapters
+    assert requests is not None
+    assert (digest in requests.store.loaded) == has_it
+    sampling = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    resume = [ChoiceResume(0, expected[:5], 0)]
+    second.core.add(
+        GenerateRequest(
+            request_id="r", model="m", prompt_token_ids=PROMPTS[0], adapter_digest=digest, sampling=sampling,
+            resume=resume,
+        )
+    )  # fmt: skip
+    tokens = []
+    while second.core.has_work:
+        for out in second.core.step().outputs:
+            assert out.error is None
+            tokens += out.token_ids
+    assert tokens == expected[5:]
 
 
 def test_an_adapter_that_is_removed_while_it_generates_ends_well(bases: Any, tmp_path: Path) -> None:

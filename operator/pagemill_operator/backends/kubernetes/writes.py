@@ -20,6 +20,9 @@ from pagemill_operator.backends.kubernetes.snapshot import ApplyError, Manifest
 
 logger = logging.getLogger("pagemill.operator.kubernetes")
 
+MOST_NOTES = 8
+"""Pods that are annotated at a time: a change of the list of adapters concerns all pods of a model."""
+
 OnWrite = Callable[[str, str], None]
 """Called with the kind and the verb of a write."""
 
@@ -73,7 +76,13 @@ class Writes:
 
     async def annotate(self, notes: Iterable[PodNote]) -> None:
         """Annotate pods. These are only hints: an error is no fault of the deployment."""
-        await asyncio.gather(*(self._annotated(note) for note in notes))
+        room = asyncio.Semaphore(MOST_NOTES)
+
+        async def annotated(note: PodNote) -> None:
+            async with room:
+                await self._annotated(note)
+
+        await asyncio.gather(*map(annotated, notes))
 
     async def _annotated(self, note: PodNote) -> None:
         metadata = note.pod["metadata"]
