@@ -7,14 +7,19 @@ from typing import Any
 
 import pytest
 from byte_bundle import byte_tokenizer
+from declared_families import declared
+from msgspec.structs import replace
 from peft_adapters import Adapted, Base, write_adapter, write_base
 from safetensors.numpy import load_file, save_file
 
 from pagemill import LLM, LoRARequest, SamplingParams
+from pagemill_engine.adapters.starting import check_serves
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.executing.row_adapters import RowAdapters
 from pagemill_engine.starting.factory import LoadError, create_runner
+from pagemill_models.spec.model_spec import ModelSpec
 from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.request.pooling import PoolingSpec
 
 PROMPTS = [[3, 14, 15, 92, 65], [35, 89, 79, 32], [38, 46, 26, 43, 38, 32]]
 PARAMS = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
@@ -104,6 +109,24 @@ def test_where_adapters_are_not_served_the_start_says_so() -> None:
     with pytest.raises(LoadError, match="GGUF") as refused:
         create_runner(config, lambda phase, detail: None)
     assert refused.value.reason == "SettingsUnsupported"
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        (
+            {"pooling": PoolingSpec(task="embed", method="cls", size=8)},
+            "embedding and reranking models serve no adapters. Merge one into the weights.",
+        ),
+        ({"decoder": replace(declared("llama"), by_transformers=True)}, "by classes of transformers serve no adapters"),
+    ],
+    ids=["pooled", "a class of transformers"],
+)
+def test_models_without_adapters_are_named_with_a_remedy(changed: dict[str, Any], why: str) -> None:
+    config, spec = EngineConfig(model="m", enable_lora=True), replace(ModelSpec(decoder=declared("llama")), **changed)
+    with pytest.raises(LoadError, match=f"enable_lora: .*{why}"):
+        check_serves(config, spec)
+    check_serves(EngineConfig(model="m"), spec)
 
 
 def test_adapters_that_do_not_fit_into_memory_are_refused_at_the_start(base: Base) -> None:
