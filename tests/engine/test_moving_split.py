@@ -16,6 +16,7 @@ from pagemill_engine.config import EngineConfig
 from pagemill_engine.executing.base import RunnerInfo
 from pagemill_engine.kv.integrity import check_integrity
 from pagemill_engine.kv.manager import CacheManager
+from pagemill_engine.kv.states import States
 from pagemill_engine.limits import SchedulerLimits
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.scheduler.step import StepPlan, StepResult
@@ -147,6 +148,12 @@ def compare(works: str, num_steps: int) -> None:
 @pytest.mark.parametrize("works", WORKS)
 def test_as_much_is_hit_as_with_the_best_fixed_division(works: str) -> None:
     compare(works, 250)
+
+
+def test_a_document_is_hit_less_where_each_state_is_worth_what_its_age_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    by_worth = hit_rate(SHARES[0], "document", 500, moves=True)
+    monkeypatch.setattr(States, "_worth", lambda self, num_blocks: BLOCK / KINDS[0].block_bytes)
+    assert hit_rate(SHARES[0], "document", 500, moves=True) < 0.9 * by_worth
 
 
 @pytest.mark.full
