@@ -46,6 +46,10 @@ settings.load_profile("sample")
 
 SHARED = ("tests/http_servers/", "tests/engine/server/")
 """Folders whose files share servers."""
+WITH_ONE_ENGINE = tuple(
+    f"tests/gateway/{name}.py" for name in ("test_gateway_engines", "test_gateway_tools", "test_open_responses")
+)
+"""Files that share an engine with the embedded model, and the gateway in front of it."""
 LONGEST = (
     "cli/test_up_session.py",
     "gateway/test_gateway_engines.py",
@@ -53,7 +57,6 @@ LONGEST = (
     "engine/model/test_experts.py",
     "house/test_docs_commands.py",
     "gateway/test_embedding_engines.py",
-    "gateway/test_gateway_tools.py",
     "bench/test_gpu_bench.py",
     "gateway/test_worker_processes.py",
     "engine/model/test_hf_equality_tiny.py",
@@ -107,7 +110,7 @@ LONG_OF_FEW_TESTS = (
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Distribute tests like `--dist loadfile`, with shared folders as one file, in the order of `_from_longest`."""
+    """Distribute tests like `--dist loadfile`, what shares servers as one file, in the order of `_from_longest`."""
     from xdist.scheduler import LoadFileScheduling
 
     class LoadShared(LoadFileScheduling):
@@ -122,6 +125,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def _scope(nodeid: str) -> str:
     file = nodeid.partition("::")[0]
+    if file in WITH_ONE_ENGINE:
+        return WITH_ONE_ENGINE[0]
     return next((folder for folder in SHARED if file.startswith(folder)), file)
 
 

@@ -200,14 +200,12 @@ def test_tasks_that_a_model_does_not_support_are_refused_by_gateway_and_engine(
 
 
 def test_the_limits_of_a_key_apply_to_concurrent_embeddings(
-    bert: tuple[Path, Any], start_cluster: Callable[..., Cluster]
+    cluster: Cluster, start_cluster: Callable[..., Cluster]
 ) -> None:
     key, limit = "sk-embeds", 300
     keys = (f"{hash_key(key)} tokens_per_minute={limit}",)
-    cluster = start_cluster(
-        1, keys, model=str(bert[0]), max_model_len=None, kv_cache_memory_bytes=None, dtype="float32"
-    )
-    with openai.OpenAI(base_url=cluster.url + "/v1", api_key=key, max_retries=0) as client:
+    limited = start_cluster(cluster.engines, keys)
+    with openai.OpenAI(base_url=limited.url + "/v1", api_key=key, max_retries=0) as client:
         each = client.embeddings.create(model="smol", input=TEXTS).usage.total_tokens
 
         def ask(_: int) -> int:

@@ -86,23 +86,23 @@ class Cluster:
         wait_until(lambda: condition(self.endpoints()), progress=self.endpoints, every_s=0.05)
 
 
-@pytest.fixture(scope="module")
-def start_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Cluster]]:
-    """Return a function that starts engines with these settings and a gateway in front of them."""
+@contextlib.contextmanager
+def clusters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Cluster]]:
+    """Yield a function that starts engines with these settings and a gateway in front of them.
+
+    In place of a number of engines it takes those of another cluster, for one more gateway.
+    """
     with contextlib.ExitStack() as stack:
 
-        def start(num_engines: int, api_keys: tuple[str, ...] = (), **engine_settings: Any) -> Cluster:
+        def start(engines: int | list[Server], api_keys: tuple[str, ...] = (), **engine_settings: Any) -> Cluster:
             folder = tmp_path_factory.mktemp("cluster")
-            model = light_model() if engine_settings.get("null_runner") else MODEL
-            usual = {"model": model, "max_model_len": 1024, "kv_cache_memory_bytes": 128 * 2**20}
-            config = EngineConfig(served_names=["smol"], num_threads=1, **{**usual, **engine_settings})
-            server = ServerConfig(port=0, control_port=0, internal_token=TOKEN)
-            settings = msgspec.json.encode({"engine": config, "server": server})
-            engines = [
-                Server("pagemill_engine.server", settings, folder, f"engine-{number}") for number in range(num_engines)
-            ]
-            for engine in engines:
-                stack.callback(engine.close)
+            if isinstance(engines, int):
+                settings = _engine_settings(engine_settings)
+                engines = [
+                    Server("pagemill_engine.server", settings, folder, f"engine-{number}") for number in range(engines)
+                ]
+                for engine in engines:
+                    stack.callback(engine.close)
             endpoints = [endpoint_of(engine) for engine in engines]
             model = CatalogModel(
                 deployment="d", name="smol", engine_token=TOKEN, endpoints=endpoints, reasoning_parser="think"
@@ -124,6 +124,20 @@ def start_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable
             cluster.wait(lambda endpoints: all(endpoint["phase"] == "ready" for endpoint in endpoints))
             return cluster
 
+        yield start
+
+
+def _engine_settings(settings: dict[str, Any]) -> bytes:
+    model = light_model() if settings.get("null_runner") else MODEL
+    usual = {"model": model, "max_model_len": 1024, "kv_cache_memory_bytes": 128 * 2**20}
+    config = EngineConfig(served_names=["smol"], num_threads=1, **{**usual, **settings})
+    server = ServerConfig(port=0, control_port=0, internal_token=TOKEN)
+    return msgspec.json.encode({"engine": config, "server": server})
+
+
+@pytest.fixture(scope="module")
+def start_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Cluster]]:
+    with clusters(tmp_path_factory) as start:
         yield start
 
 
@@ -149,7 +163,8 @@ def simulated(start_cluster: Callable[..., Cluster]) -> Cluster:
     return start_cluster(2, null_runner=True)
 
 
-@pytest.fixture(scope="module")
-def real(start_cluster: Callable[..., Cluster]) -> Cluster:
-    """Start one engine that runs SmolLM2."""
-    return start_cluster(1)
+@pytest.fixture(scope="session")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Start one engine that runs SmolLM2, for all files of `WITH_ONE_ENGINE` in `tests/conftest.py`."""
+    with clusters(tmp_path_factory) as start:
+        yield start(1)

@@ -65,7 +65,7 @@ def test_ranks_by_torch_give_the_tokens_of_one(kind: str, tmp_path: Path, ranks:
     assert answers(ranks(folder, 2)) == expected
 
 
-@pytest.mark.parametrize("error_rate", [0.0, 0.4])
+@pytest.mark.parametrize("error_rate", [pytest.param(0.0, marks=pytest.mark.full), 0.4])
 def test_ranks_verify_proposed_tokens(llama_folder: Path, ranks: Ranks, runner_loader: Any, error_rate: float) -> None:
     prompts = [[5, 6, 7, 8 + index] for index in range(8)]
     single = runner_loader(llama_folder, **SETTINGS)
