@@ -46,8 +46,10 @@ MOST_PROPOSED = 16
 """Most tokens that may be proposed for a request in one step."""
 
 
-PROPOSING = ("auto", "ngram", "draft", "off")
+PROPOSING = ("auto", "ngram", "draft", "eagle3", "mtp", "off")
 """Methods of this package."""
+WITH_SOURCE = ("draft", "eagle3")
+"""Methods that name what drafts."""
 PROPOSER_GROUP = "pagemill.proposers"
 """Entry points of methods of other packages (`loop.speculation`)."""
 
@@ -67,28 +69,25 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """How tokens are proposed that a step verifies together. Answers do not depend on it."""
 
     method: str = "auto"
-    """`auto`: what a client predicts (`prediction` of a chat); `ngram`: that, and what followed the last tokens where
-    they stood before, in the prompt, in the answer or in recent answers to prompts that begin alike; `draft`: what
-    clients predict, and what the model of `source` drafts; `off`: nothing. `mtp` and `eagle3` need layers that propose,
-    which this version does not run. Installed packages can register others."""
+    """`auto`: what a client predicts (`prediction` of a chat), and what the model's own layer drafts, if it has one;
+    `ngram`: what a client predicts, and what followed the last tokens where they stood before, in the prompt, in the
+    answer or in recent answers to prompts that begin alike; `draft`: what clients predict, and what the model of
+    `source` drafts; `eagle3`: likewise, by a head that was trained for the model; `mtp`: likewise, by the model's own
+    layer; `off`: nothing. Installed packages can register others."""
     source: str | None = None
-    """The draft model, with the schemes of `model`: a smaller one with the same tokenizer. On CPUs."""
+    """What drafts, with the schemes of `model`: a smaller model with the same tokenizer, or with `eagle3` a head. On
+    CPUs."""
     num_tokens: int = 8
     """Most tokens proposed for a request in one step, 1 to 16. How many are, if any, is chosen by what a step costs."""
 
     def __post_init__(self) -> None:
-        if self.method in ("mtp", "eagle3"):
-            raise ValueError(
-                f"method {self.method}: this version runs no layers that propose tokens; set it to auto, ngram, draft "
-                "or off"
-            )
         if self.method not in PROPOSING and self.method not in entry_points(group=PROPOSER_GROUP).names:
             raise ValueError(
                 f"there is no method {self.method[:80]!r}; there are {', '.join(PROPOSING)}, and those that installed "
                 f"packages register (entry point group {PROPOSER_GROUP})"
             )
-        if (self.method == "draft") != (self.source is not None):
-            problem = "needs the draft model's source" if self.source is None else "takes no source; remove it"
+        if (self.method in WITH_SOURCE) != (self.source is not None):
+            problem = "needs the source of what drafts" if self.source is None else "takes no source; remove it"
             raise ValueError(f"method {self.method} {problem}")
         if not 1 <= self.num_tokens <= MOST_PROPOSED:
             raise ValueError(f"num_tokens must be 1 to {MOST_PROPOSED}, got {self.num_tokens}")

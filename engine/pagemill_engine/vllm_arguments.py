@@ -162,7 +162,7 @@ ARGUMENTS: Mapping[str, Argument] = {
     "max_num_partial_prefills": Argument("`max_num_batched_tokens` sizes the parts of prompts.", (1,)),
     "num_lookahead_slots": Argument("Proposed tokens are counted in a step's budget.", ANY),
     "speculative_config": Argument(
-        "Proposed tokens: n-grams, a draft model, or `off`. Methods with further layers are refused.",
+        "Proposed tokens: n-grams, a draft model, an EAGLE-3 head, the model's own layer (`mtp`), or `off`.",
         sets="speculative",
         option="speculative-config",
     ),

@@ -1,7 +1,8 @@
 """Translation of vLLM's `speculative_config` to the engine's setting, for `LLM(...)` and `pagemill serve`.
 
-vLLM's methods that find n-grams become `ngram`, its `draft_model` becomes `draft`. Methods that need further layers are
-refused, as is every key that this version does not know. `vllm_arguments` has all other arguments.
+vLLM's methods that find n-grams become `ngram`, its `draft_model` becomes `draft`, its names of layers for multi-token
+prediction `mtp`. Other methods are refused, as is every key that this version does not know. `vllm_arguments` has all
+other arguments.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from pagemill_protocol.errors import show_python
 
 NAME = "speculative_config"
 _METHODS = {"ngram": "ngram", "[ngram]": "ngram", "ngram_gpu": "ngram", "suffix": "ngram", "auto": "auto", "off": "off"}
-_WITH_MODEL = {"draft_model": "draft", "draft": "draft"}
+_METHODS |= dict.fromkeys(("mtp", "deepseek_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp", "minimax_m2_mtp"), "mtp")
+_WITH_MODEL = {"draft_model": "draft", "draft": "draft", "eagle3": "eagle3"}
 _WITHOUT_EFFECT = (
     "prompt_lookup_max",
     "prompt_lookup_min",
@@ -28,7 +30,7 @@ _WITHOUT_EFFECT = (
     "use_local_argmax_reduction",
 )
 """How far n-grams reach and when they are worth it is learned from what is sampled."""
-_REMEDY = "Use ngram, draft_model, auto or off."
+_REMEDY = "Use ngram, draft_model, eagle3, mtp, auto or off."
 
 
 def speculative_of(given: Any) -> SpeculationConfig:
@@ -64,13 +66,10 @@ def _method_of(keys: Mapping[str, Any]) -> tuple[Any, str | None]:
     if isinstance(method, str) and method in entry_points(group=PROPOSER_GROUP).names:
         return method, None
     if not isinstance(method, str) or method not in _METHODS | _WITH_MODEL:
-        raise ValueError(
-            f"{NAME}: method {show_python(method)} is not supported: this version runs no layers that propose tokens. "
-            f"{_REMEDY}"
-        )
+        raise ValueError(f"{NAME}: method {show_python(method)} is not supported. {_REMEDY}")
     if method in _WITH_MODEL:
         if model is None:
-            raise ValueError(f"{NAME}: method {method} needs the draft model. Name it by `model`.")
+            raise ValueError(f"{NAME}: method {method} needs what drafts. Name it by `model`.")
         return _WITH_MODEL[method], model
     if model is not None and model not in _METHODS:
         raise ValueError(f"{NAME}: model={show_python(model)}: method {method} takes no model. Remove it.")

@@ -60,6 +60,7 @@ GOOD = [
     },
     {"spec.engine.speculative": {"method": "draft", "source": "hf://a/b"}},
     {"spec.engine.speculative": {"method": "lookup.of-a-package"}},
+    {"spec.engine.speculative": {"method": "eagle3", "source": "hf://a/b"}},
     {"spec.routing": {"weight": 0, "sessionHeader": "x-session", "queue": {"timeout": "5s"}}},
     {"spec.cost.gpuHour": 2},
     {"spec.model.generationDefaults.topP": 0.9},

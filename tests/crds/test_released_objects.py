@@ -32,7 +32,10 @@ REVIEWED: dict[tuple[str, str], str] = {
     (path, keyword): _ANY_NAME
     for path in ("spec.routing.policy", "spec.engine.speculative.method")
     for keyword in ("pattern", "maxLength", "minLength")
-} | {("spec.autoscaling.slo", "x-kubernetes-validations"): "one of three fields suffices, not of two"}
+} | {
+    ("spec.autoscaling.slo", "x-kubernetes-validations"): "one of three fields suffices, not of two",
+    ("spec.engine.speculative", "x-kubernetes-validations"): "eagle3 may have a source; it is not refused without",
+}
 """For the (field, keyword) of each break, the reason why everything accepted before stays valid with the same meaning.
 """
 

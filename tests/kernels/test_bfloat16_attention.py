@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import attention_batches
@@ -68,6 +69,16 @@ def stored(cache: Tensor, dtype: torch.dtype) -> Tensor:
     codes = torch.zeros(*cache.shape[:-1], storage.token_width(dtype, cache.shape[-1]), dtype=dtype)
     storage.write_blocks(codes, cache.float())
     return codes
+
+
+@needs_bfloat16
+@pytest.mark.parametrize("first_key", [1, 21])
+def test_hidden_keys_take_no_part(first_key: int) -> None:
+    torch.manual_seed(0)
+    batch = replace(batch_of([(1, 75), (40, 71)], 3, 64), first_key=first_key)
+    cache, query = cache_of(3, 64), torch.randn(41, 9, 64)
+    expected = exact(query, cache.float(), batch, None)
+    torch.testing.assert_close(attend(query, cache, batch), expected, rtol=0.05, atol=0.05)
 
 
 @needs_bfloat16

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -121,6 +123,18 @@ def test_paged_attention_equals_attention_over_contiguous_keys(
     for device in ("cpu", "reference"):
         plan = registry.resolve("plan_attention", device)(batch, window, dtype, torch.device("cpu"))
         results.append(registry.resolve("paged_attention", device)(query, cache, plan, 0.2))
+    close(*results)
+
+
+@pytest.mark.parametrize("window", [None, 30])
+def test_hidden_keys_take_no_part(window: int | None) -> None:
+    batch = replace(attention_batch([(1, 40), (7, 20), (30, 30)], 2, 24), first_key=1)
+    cache, query = random(NUM_BLOCKS, 4, BLOCK_SIZE, 24), random(38, 4, 24, seed=1)
+    results = []
+    for device in ("cpu", "reference"):
+        plan = registry.resolve("plan_attention", device)(batch, window, torch.float32, torch.device("cpu"))
+        found = registry.resolve("paged_attention", device)(query, cache, plan, 0.2)
+        results.append(torch.cat([found[:8], found[9:]]))  # the first token of the last request sees nothing
     close(*results)
 
 

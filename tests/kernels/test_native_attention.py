@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -67,6 +69,28 @@ def test_attention_equals_the_reference(
     own_plan = native.plan_attention(batch, window, torch.float32, device)
     actual = native.paged_attention(query, cache, own_plan, head_dim**-0.5, sinks=sinks)
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("first_key", [1, 16, 21, 70])
+@pytest.mark.parametrize("window", [None, 40])
+def test_hidden_keys_take_no_part(first_key: int, window: int | None) -> None:
+    """In decodes, and in rows of many tokens. Where only the first keys are hidden, the result is that of a context
+    without them."""
+    torch.manual_seed(0)
+    np.random.seed(0)
+    batch = replace(random_batch([(1, 75), (5, 80), (40, 71)], 3, 64, 16), first_key=first_key)
+    cache, query = torch.randn(NUM_BLOCKS, 6, 16, 64), torch.randn(46, 9, 64)
+    device = torch.device("cpu")
+    plan = reference.plan_attention(batch, window, torch.float32, device)
+    expected = reference.paged_attention(query, cache, plan, 0.125)
+    for plan_attention in (native.plan_attention, native.plan_invariant_attention):
+        own_plan = plan_attention(batch, window, torch.float32, device)
+        actual = native.paged_attention(query, cache, own_plan, 0.125)
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+    if first_key == 16 and window is None:
+        later = AttentionBatch(batch.query_start_loc, batch.seq_lens - 16, batch.block_tables[:, 1:], 16, 0)
+        plan = reference.plan_attention(later, None, torch.float32, device)
+        torch.testing.assert_close(reference.paged_attention(query, cache, plan, 0.125), expected)
 
 
 def test_large_scores_do_not_overflow() -> None:

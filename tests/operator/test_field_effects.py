@@ -175,7 +175,7 @@ IGNORED_TOGETHER: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"engine__extraArgs": ["--vocab-size=99"]}, "spec.engine.extraArgs[0]", "--null-runner"),
     ({"engine__extraArgs": ["--step-time={}"]}, "spec.engine.extraArgs[0]", "--null-runner"),
-    ({"engine__speculative__method": "mtp"}, "spec.engine.speculative", "set method to auto, ngram, draft or off"),
+    ({"engine__speculative__method": "eagle3"}, "spec.engine.speculative", "name it by source, or set method to auto"),
 ]
 
 
@@ -264,7 +264,7 @@ def test_an_external_autoscaler_is_ignored_on_a_machine_and_not_in_a_cluster(dep
 
 
 def test_a_field_without_effect_is_an_event_and_does_not_keep_replicas_from_being_ready(deployment: Make) -> None:
-    plain, ignoring = (make_plan(deployment(**each)) for each in ({}, {"engine__speculative__method": "mtp"}))
+    plain, ignoring = (make_plan(deployment(**each)) for each in ({}, {"engine__speculative__method": "eagle3"}))
     assert fields_supported(plain)[1:3] == ("True", "AllFieldsSupported")
     assert fields_supported(None)[1:3] == ("Unknown", "NotPlanned")
     ready = [{each.type: each for each in find_conditions(Observation(plan))}["Ready"] for plan in (plain, ignoring)]

@@ -32,14 +32,15 @@ class Speculative(Section):
     depend on it."""
 
     method: Annotated[str, Text(63, r"^[A-Za-z0-9][A-Za-z0-9._-]*$", "must be a name such as ngram")]
-    """`auto` proposes what a client predicts (`prediction` of a chat), `ngram` that and what stood behind the same
-    words before, in the prompt, in the answer or in recent answers to prompts that begin alike, `draft` what a client
-    predicts and what the model of `source` drafts, `off` nothing. `mtp` and `eagle3` are reserved for the model's own
-    layers and trained heads: this version ignores them and reports them in `FieldsSupported`. Packages can register
-    others with the engine, which refuses a name that it does not have before it is ready."""
+    """`auto` proposes what a client predicts (`prediction` of a chat), and what the model's own layer drafts where it
+    has one, `ngram` what a client predicts and what stood behind the same words before, in the prompt, in the answer or
+    in recent answers to prompts that begin alike, `draft` what a client predicts and what the model of `source` drafts,
+    `eagle3` likewise what a head drafts that was trained for the model, `mtp` what the model's own layer does, `off`
+    nothing. Packages can register others with the engine, which refuses a name that it does not have, and a head or
+    layer that does not fit, before it is ready."""
     source: Source | None = None
-    """The draft model, with the schemes of `spec.model.source`: a smaller one with the same tokenizer. Engines on CPUs
-    run it; its weights and its KV cache take part of the memory."""
+    """What drafts, with the schemes of `spec.model.source`: a smaller model with the same tokenizer, or with `eagle3` a
+    head. Engines on CPUs run it; its weights and its KV cache take part of the memory."""
     num_tokens: Annotated[int, Field(ge=1, le=16)] = 4
     """Maximum number of tokens proposed for a request in one step. The engine chooses how many by their expected gain;
     for texts that are copied, 8 are faster than the default."""
@@ -47,9 +48,9 @@ class Speculative(Section):
     rules: ClassVar[tuple[SectionRule, ...]] = (
         SectionRule(
             "source",
-            "method draft needs the draft model's source, and other methods take none",
-            "(self.method == 'draft') == has(self.source)",
-            lambda s: (s.method == "draft") == (s.source is not None),
+            "method draft needs the draft model's source, and other methods but eagle3 take none",
+            "self.method == 'eagle3' || (self.method == 'draft') == has(self.source)",
+            lambda s: s.method == "eagle3" or (s.method == "draft") == (s.source is not None),
         ),
     )
 

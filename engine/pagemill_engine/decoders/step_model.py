@@ -50,7 +50,8 @@ class StepTokens(NamedTuple):
     caches: Mapping[int | None, CachedTokens]
     """By the windows of the model's layers."""
     hidden: Array | None = None
-    """What the stage before has computed, float32 [tokens, hidden]; None where tokens are embedded."""
+    """What the stage before has computed, or what a head reads, float32 [tokens, hidden]; None where tokens are
+    embedded."""
     states: StateBatch | None = None
     """What recurrent layers read and write; None: the model has none."""
 
@@ -86,4 +87,21 @@ class StepModel(Protocol):
 
         `adapters`: of these rows.
         """
+        ...
+
+
+class TargetModel(StepModel, Protocol):
+    """A model for which a head drafts."""
+
+    def keep_before(self, layers: Sequence[int]) -> None:
+        """From now on keep the hidden states before these layers of each step's tokens."""
+        ...
+
+    @property
+    def kept(self) -> Sequence[Array]:
+        """The hidden states before these layers, [tokens, hidden] each, of the last step."""
+        ...
+
+    def embed(self, token_ids: NDArray[np.int64], positions: NDArray[np.int64]) -> Array:
+        """Return what the first layer reads, [tokens, hidden]."""
         ...

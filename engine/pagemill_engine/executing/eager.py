@@ -68,9 +68,10 @@ class EagerRunner:
         if not plan.num_scheduled_tokens:
             return StepResult()
         inputs = self._rows.gather(plan)
-        result = self._answer(plan, inputs, self.model.hidden(self._tokens(inputs), self._adapters_of(inputs)))
+        hidden = self.model.hidden(self._tokens(inputs), self._adapters_of(inputs))
+        result = self._answer(plan, inputs, hidden)
         if self._drafter is not None:
-            result.drafted, result.draft_ms = self._drafter.run(inputs, plan.drafts)
+            result.drafted, result.draft_ms = self._drafter.run(inputs, plan.drafts, hidden)
         return result
 
     def wait(self, handle: Any) -> StepResult:

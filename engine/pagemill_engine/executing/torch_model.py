@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pagemill_engine.decoders.on_torch.context import ForwardContext, RowsContext, StateTensors
@@ -111,6 +113,24 @@ class TorchModel:
             StateTensors(*map(to_torch, cache)) if isinstance(cache, StateArrays) else to_torch(cache)
             for cache in caches
         ]
+
+    def keep_before(self, layers: Sequence[int]) -> None:
+        if layers:
+            self._decoder.keeps_before = frozenset(layers)
+
+    @property
+    def kept(self) -> list[Array]:
+        return [from_torch(each) for each in self._decoder.kept]
+
+    def embed(self, token_ids: NDArray[np.int64], positions: NDArray[np.int64]) -> Array:
+        context = ForwardContext(to_torch(positions), [], [], {}, {}, group=self._group)
+        with torch.inference_mode():
+            return from_torch(self._decoder.embed(to_torch(token_ids), context))
+
+    @property
+    def _decoder(self) -> Decoder:
+        assert isinstance(self.model, Decoder), "heads of classes of transformers are refused"
+        return self.model
 
     def hidden(self, step: StepTokens, adapters: AdapterRows | None = None) -> Array:
         with torch.inference_mode():

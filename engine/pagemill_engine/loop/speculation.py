@@ -23,7 +23,9 @@ from pagemill_engine.weights.errors import LoadError
 BUILT_IN: Mapping[str, tuple[Callable[[], Method], ...]] = {
     "auto": (),
     "ngram": (Ngrams, RecentAnswers),
-    "draft": (DraftMethod,),
+    "draft": (),
+    "eagle3": (),
+    "mtp": (),
 }
 """To add a method, add a file in `proposing` and an entry here, and its name to `config.PROPOSING`."""
 
@@ -49,6 +51,8 @@ def proposals_of(config: EngineConfig, info: RunnerInfo, ms_of: MsOf) -> Proposa
         methods = _methods_of(settings.method)
     except ValueError as error:
         raise LoadError("SettingsUnsupported", str(error)) from error
+    if info.drafts:
+        methods.append(DraftMethod())
     if not config.enable_prefix_caching:  # then requests share nothing
         methods = [method for method in methods if not isinstance(method, RecentAnswers)]
     rounds = Rounds(settings.num_tokens) if info.drafts else None

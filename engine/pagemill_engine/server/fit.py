@@ -17,6 +17,7 @@ from pagemill_engine.sizing.memory import memory_limit
 from pagemill_engine.weights.errors import LoadError
 from pagemill_kernels.kv_store.kinds import KVType
 from pagemill_models.sources import resolve_source
+from pagemill_models.spec.heads import eagle3_head, mtp_head
 from pagemill_models.spec.model_files import load_model_spec
 from pagemill_models.spec.model_spec import ModelSpec
 
@@ -37,9 +38,9 @@ def check_fits(config: EngineConfig, spec: ModelSpec) -> None:
         _weight_bytes(config, spec),
         kv_bytes_per_token(spec, _kv_type(config)),
     )
-    whose, draft = "its weights", _draft_spec(config)
+    whose, draft = "its weights", _draft_spec(config, spec)
     if draft is not None:
-        whose = "its weights and those of the draft model"
+        whose = "its weights and those of what drafts"
         weights += _weight_bytes(msgspec.structs.replace(config, quantization="none"), draft)
         token_bytes += kv_bytes_per_token(draft, _kv_type(config))
     kv_cache = _kv_cache_bytes(config, token_bytes)
@@ -79,10 +80,14 @@ def _weight_bytes(config: EngineConfig, spec: ModelSpec) -> int:
     return spec.num_parameters * item_bytes
 
 
-def _draft_spec(config: EngineConfig) -> ModelSpec | None:
-    """Return the draft model. Whether it fits the model is decided by `sizing.draft`. Raises `SourceError`."""
-    source = config.speculative.source
-    return None if source is None else load_model_spec(resolve_source(source, field="speculative.source"))
+def _draft_spec(config: EngineConfig, spec: ModelSpec) -> ModelSpec | None:
+    """Return what drafts, if the settings name it. Whether it fits the model is decided by `sizing.draft`. Raises
+    `SourceError`."""
+    method, source = config.speculative.method, config.speculative.source
+    if source is None:
+        return mtp_head(spec) if method == "mtp" else None
+    path = resolve_source(source, field="speculative.source")
+    return eagle3_head(path) if method == "eagle3" else load_model_spec(path)
 
 
 def _kv_cache_bytes(config: EngineConfig, token_bytes: int) -> int:

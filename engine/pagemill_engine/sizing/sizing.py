@@ -79,7 +79,8 @@ def gpu_storage_forms(config: EngineConfig) -> StorageForms:
 
 def sizes_here(config: EngineConfig, path: Path, spec: ModelSpec) -> Sizes:
     """Return the sizes on this machine, on the configured device. Raises `LoadError`."""
-    return _sizes(config, path, spec, storage_forms(choose_compute(config, spec)))
+    compute = choose_compute(config, spec)
+    return _sizes(config, path, spec, storage_forms(compute), on_gpu=compute.backend == "triton")
 
 
 def ranks_here(config: EngineConfig, path: Path, spec: ModelSpec) -> list[RankSizes]:
@@ -100,13 +101,13 @@ def sizes_on_gpu(config: EngineConfig, path: Path, spec: ModelSpec) -> Sizes:
     if spec.decoder.by_transformers:
         check_by_transformers(on_device, spec)
     check_gpu_features(config, spec)
-    return _sizes(config, path, spec, gpu_storage_forms(config))
+    return _sizes(config, path, spec, gpu_storage_forms(config), on_gpu=True)
 
 
-def _sizes(config: EngineConfig, path: Path, spec: ModelSpec, storage: StorageForms) -> Sizes:
+def _sizes(config: EngineConfig, path: Path, spec: ModelSpec, storage: StorageForms, *, on_gpu: bool = False) -> Sizes:
     sizes, draft = (
         sizes_of(config, _weights(config, path, spec, storage), spec, storage),
-        find_draft(config, path, spec),
+        find_draft(config, path, spec, on_gpu=on_gpu),
     )
     return sizes if draft is None else with_draft(sizes, draft, config)
 

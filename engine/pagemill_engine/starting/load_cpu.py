@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pagemill_engine.decoders.native.decoder import NativeDecoder
 from pagemill_engine.decoders.rope import Rotations, decoder_tables
-from pagemill_engine.decoders.step_model import StepModel
+from pagemill_engine.decoders.step_model import StepModel, TargetModel
 from pagemill_engine.executing.base import Runner
 from pagemill_engine.executing.eager import EagerRunner, ThreadedRunner
 from pagemill_engine.executing.kv_cache import KVCache
@@ -73,33 +73,45 @@ def _runner(files: ModelFiles, prepared: PreparedModel) -> Runner:
             adapters = row_adapters(store, spec.decoder, config.step.max_num_seqs, natively=compute.is_native)
         if draft is None:
             return EagerRunner(model, kv_cache, info, config.step.max_num_seqs, adapters)
-        drafting = _draft(files, prepared, draft, cache.counts[0], max_model_len)
+        drafting = _draft(files, prepared, draft, cache.counts[0], max_model_len, model)
         info = info._replace(drafts=True, weight_bytes=info.weight_bytes + drafting[0].num_bytes)
         return EagerRunner(model, kv_cache, info, config.step.max_num_seqs, adapters, drafting)
     return PoolingRunner(model, kv_cache, info, config.step.max_num_seqs, Pooler(spec.pooling, model.classifier))
 
 
 def _draft(
-    files: ModelFiles, prepared: PreparedModel, draft: DraftModel, num_blocks: int, max_model_len: int
+    files: ModelFiles,
+    prepared: PreparedModel,
+    draft: DraftModel,
+    num_blocks: int,
+    max_model_len: int,
+    target: TargetModel,
 ) -> tuple[StepModel, KVCache]:
-    """Load the draft model. `num_blocks`: of the cache kind that keeps everything."""
+    """Load what drafts for `target`. `num_blocks`: of the cache kind that keeps everything."""
     config, spec, compute = draft.config, draft.spec, draft.compute
     with refusals(draft.path):
         weights = weights_of(config, draft.path, spec, compute.weight_forms.small_floats)
         own = prepared._replace(config=config, compute=compute, weights=weights)
         drafted = files._replace(config=config, path=draft.path, spec=spec)
-        model = _native(own, spec, max_model_len) if compute.is_native else _torch(drafted, own, max_model_len)
+        if spec.decoder.reads is not None:
+            from pagemill_engine.executing.torch_head import TorchHead
+
+            model: StepModel = TorchHead(spec, compute, weights, max_model_len, target, draft.token_ids)
+        elif compute.is_native:
+            model = _native(own, spec, max_model_len)
+        else:
+            model = _torch(drafted, own, max_model_len)
     num_own = prepared.config.step.max_num_seqs * scratch_blocks(prepared.config)
     return model, KVCache(spec, num_blocks + num_own, config.block_size, compute.kv_dtype)
 
 
-def _native(prepared: PreparedModel, spec: ModelSpec, max_model_len: int) -> StepModel:
+def _native(prepared: PreparedModel, spec: ModelSpec, max_model_len: int) -> TargetModel:
     weights = prepared.weights
     rotations = Rotations(decoder_tables(spec.decoder, max_model_len, weights))
     return NativeDecoder(spec, prepared.compute.native_ops, weights, rotations)
 
 
-def _torch(files: ModelFiles, prepared: PreparedModel, max_model_len: int) -> StepModel:
+def _torch(files: ModelFiles, prepared: PreparedModel, max_model_len: int) -> TargetModel:
     from pagemill_engine.executing.torch_model import load_torch_model
 
     return load_torch_model(files.path, files.spec, prepared.compute, prepared.weights, max_model_len)

@@ -78,7 +78,8 @@ def prepare(
     storage = storage_forms(compute)
     ranks = rank_sizes(config, weights, spec, lambda own, part: sizes_of(config, own, part, storage))
     whole, here = sizes_of(config, weights, spec, storage), ranks[: config.ranks_here]
-    sizes, draft = together(whole, here), find_draft(config, files.path, spec)
+    sizes = together(whole, here)
+    draft = find_draft(config, files.path, spec, on_gpu=compute.backend == "triton")
     if draft is not None:
         sizes = with_draft(sizes, draft, config)
     config = choose_step_limits(config, spec, sizes, before)

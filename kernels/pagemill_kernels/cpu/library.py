@@ -17,7 +17,7 @@ from pagemill_kernels.cpu import processor
 
 logger = logging.getLogger(__name__)
 
-ABI_VERSION = 23
+ABI_VERSION = 24
 PANEL = 16
 """Outputs of one panel of a packed weight."""
 ADAPTER_PANEL, ADAPTER_RANKS = 64, 8
@@ -199,6 +199,7 @@ class AttentionArgs(ctypes.Structure):
         ("block_size", c_int64),
         ("block_stride", c_int64),
         ("sliding_window", c_int64),
+        ("first_key", c_int64),
         ("scale", c_float),
         ("num_threads", c_int32),
         ("cache_type", c_int32),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,8 @@ class AttentionBatch:
     block_size: int
     padding_block: int
     """Index of the padding block, which is filled with zeros: padded rows must read finite values."""
+    first_key: int = field(default=0, kw_only=True)
+    """Tokens of a context before this one are not attended to; 0 on GPUs. A row that sees no token has no result."""
 
     @property
     def num_requests(self) -> int:

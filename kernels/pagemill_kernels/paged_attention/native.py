@@ -43,6 +43,7 @@ def plan_attention(batch: AttentionBatch, sliding_window: int | None) -> NativeP
         num_requests=batch.num_requests,
         block_size=batch.block_size,
         sliding_window=sliding_window or 0,
+        first_key=batch.first_key,
         num_threads=launch.num_threads(),
     )
     return NativePlan(args, (query_start_loc, seq_lens, tables))

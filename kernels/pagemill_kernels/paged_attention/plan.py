@@ -128,6 +128,7 @@ def _decode_group(
     visible = positions < lengths
     if sliding_window is not None:
         visible &= positions >= lengths - sliding_window
+    visible &= positions >= batch.first_key
     bias = torch.zeros(visible.shape, dtype=dtype).masked_fill_(torch.from_numpy(~visible), float("-inf"))
     return DecodeGroup(
         rows=_as_slice(batch.query_start_loc[requests]),
@@ -151,15 +152,18 @@ def _prefill_chunk(
         stop=stop,
         context_len=seq_len - skipped,
         blocks=torch.from_numpy(table.astype(np.int64)),
-        mask=_prefill_mask(stop - start, seq_len - skipped, sliding_window, dtype),
+        mask=_prefill_mask(stop - start, seq_len - skipped, sliding_window, dtype, batch.first_key - skipped),
     )
 
 
-def _prefill_mask(num_tokens: int, context_len: int, sliding_window: int | None, dtype: torch.dtype) -> Tensor | None:
-    if num_tokens == context_len and (sliding_window is None or sliding_window >= context_len):
+def _prefill_mask(
+    num_tokens: int, context_len: int, sliding_window: int | None, dtype: torch.dtype, first_key: int
+) -> Tensor | None:
+    if num_tokens == context_len and first_key <= 0 and (sliding_window is None or sliding_window >= context_len):
         return None
     positions = torch.arange(context_len - num_tokens, context_len)
     visible = visible_positions(positions, context_len, sliding_window)
+    visible[:, : max(first_key, 0)] = False
     return torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, float("-inf"))
 
 

@@ -53,6 +53,7 @@ def paged_attention(
         keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
         positions = torch.arange(seq_len - (stop - start), seq_len, device=query.device)
         visible = visible_positions(positions, seq_len, plan.sliding_window)
+        visible[:, : batch.first_key] = False
         scores = query[start:stop].transpose(0, 1).float() @ keys.float().transpose(1, 2) * scale
         if soft_cap is not None:
             scores = soft_cap * torch.tanh(scores / soft_cap)

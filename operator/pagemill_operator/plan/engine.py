@@ -15,9 +15,6 @@ from pagemill_models.sources import in_full
 from pagemill_protocol.engine_ports import CONTROL_PORT, DATA_PORT
 from pagemill_protocol.resource.quantities import cpu_cores, duration_seconds, memory_bytes
 
-RESERVED_METHODS = ("mtp", "eagle3")
-"""Methods of `spec.engine.speculative` that no engine of this version has. Others may be those of packages."""
-
 
 def engine_settings(deployment: LLMDeployment) -> dict[str, Any]:
     """Return `engine` of the settings file. Absent keys take the engine's defaults."""
@@ -64,10 +61,15 @@ def _defaults(defaults: GenerationDefaultsSection | None) -> dict[str, float] | 
 
 
 def _speculative(section: Speculative | None) -> dict[str, Any] | None:
-    if section is None or section.method in RESERVED_METHODS:
+    if section is None or lacks_head(section):
         return None
     settings: dict[str, Any] = {"method": section.method, "num_tokens": section.num_tokens}
     return settings if section.source is None else {**settings, "source": in_full(section.source)}
+
+
+def lacks_head(section: Speculative) -> bool:
+    """Whether the section asks for a head without naming it, as objects could before engines ran heads."""
+    return section.method == "eagle3" and section.source is None
 
 
 def _unless_one(size: int) -> int | None:

@@ -16,7 +16,7 @@ from pagemill_crds.models import LLMDeploymentSpec
 from pagemill_crds.sections.autoscaling import AutoscalingSection
 from pagemill_models.sources import SourceError, find_kind, in_full
 from pagemill_operator.autoscaler.registry import registered
-from pagemill_operator.plan.engine import RESERVED_METHODS
+from pagemill_operator.plan.engine import lacks_head
 from pagemill_operator.plan.extra_args import FIELD, IGNORED_UNLESS
 from pagemill_operator.plan.support import Backend
 from pagemill_operator.plan.types import Problem
@@ -28,8 +28,8 @@ ONLY_IN_A_CLUSTER = "it has an effect in a cluster only, not on this machine; re
 def find_ignored(spec: LLMDeploymentSpec, backend: Backend, settings: dict[str, dict[str, Any]]) -> Iterator[Problem]:
     """Yield the fields that have no effect; `settings` is the content of the engine's settings file."""
     speculative = spec.engine.speculative
-    if speculative is not None and speculative.method in RESERVED_METHODS:
-        message = "this version runs no layers that propose tokens; set method to auto, ngram, draft or off"
+    if speculative is not None and lacks_head(speculative):
+        message = "method eagle3 needs a head that was trained for the model; name it by source, or set method to auto"
         yield Problem("spec.engine.speculative", speculative.method, message)
     if spec.engine.image is not None and spec.engine.version is not None:
         message = "spec.engine.image names the whole image; put the version into its tag, or remove one of the fields"

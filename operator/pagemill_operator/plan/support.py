@@ -119,10 +119,8 @@ def _process_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
     size, stages, cpu = spec.engine.tensor_parallel, spec.engine.pipeline_parallel, spec.resources.cpu
     cores = 0 if cpu is None else math.ceil(cpu_cores(cpu))
     message, speculative = None, spec.engine.speculative
-    if size * stages > 1 and speculative is not None and speculative.method == "draft":
-        message = (
-            "draft models propose for models in one process; set it to 1, or spec.engine.speculative.method to auto"
-        )
+    if size * stages > 1 and speculative is not None and speculative.method in ("draft", "eagle3", "mtp"):
+        message = "what drafts does so for one process; set it to 1, or spec.engine.speculative.method to auto"
     elif size * stages > MOST_PROCESSES:
         message = f"tensorParallel x pipelineParallel may be {MOST_PROCESSES} processes at most; lower them"
     elif not spec.resources.gpus and 0 < cores < size * stages:

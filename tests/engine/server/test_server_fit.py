@@ -64,7 +64,7 @@ def test_a_draft_model_counts_with_its_weights_and_its_cache(monkeypatch: pytest
     error = verdict(monkeypatch, runs_alone, speculative=speculative)
     assert error is not None
     assert error.termination.reason == "ModelTooLarge"
-    assert f"{2 * weights // MIB} MiB for its weights and those of the draft model" in error.termination.message
+    assert f"{2 * weights // MIB} MiB for its weights and those of what drafts" in error.termination.message
     assert verdict(monkeypatch, 600 * MIB, num_kv_blocks=500) is None
     error = verdict(monkeypatch, 600 * MIB, num_kv_blocks=500, speculative=speculative)
     assert error is not None

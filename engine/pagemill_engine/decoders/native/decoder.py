@@ -73,8 +73,10 @@ class NativeDecoder:
         self.norm = parts.norm(declared.norm)
         self.head = tied or (None if declared.head is None else _Head(declared.head, product, outside, parts, logits))
         self.classifier = None if declared.classifier is None else NativeClassifier(declared.classifier, parts)
-        self._fused = NativeLayers(self.layers)
-        self._caches: CacheAddresses | None = None
+        self._runs = [(0, NativeLayers(self.layers))]
+        """The layers, divided where hidden states are kept, with the number of each first one."""
+        self._caches: list[CacheAddresses] = []
+        self.kept: list[Array] = []
 
     @property
     def num_bytes(self) -> int:
@@ -86,15 +88,32 @@ class NativeDecoder:
 
     def use_caches(self, caches: Sequence[LayerCache]) -> None:
         vectors = [cache for cache in caches if isinstance(cache, np.ndarray)]
-        self._caches = CacheAddresses.of(vectors) if caches else None
+        ends = [*(first for first, _ in self._runs[1:]), len(vectors)]
+        runs = zip(self._runs, ends, strict=True)
+        self._caches = [CacheAddresses.of(vectors[first:end]) for (first, _), end in runs] if caches else []
+
+    def keep_before(self, layers: Sequence[int]) -> None:
+        """Divide the layers before these, none of which is the first. Called before there are caches."""
+        firsts = [0, *layers]
+        ends = [*layers, len(self.layers)]
+        self._runs = [(first, NativeLayers(self.layers[first:end])) for first, end in zip(firsts, ends, strict=True)]
+
+    def embed(self, token_ids: Ids, positions: Ids) -> Array:
+        assert self.embedding is not None
+        return self.embedding(token_ids, positions)
 
     def hidden(self, step: StepTokens, adapters: NativeAdapterRows | None = None) -> Array:
         """Return normalised hidden states, float32 [tokens, hidden]. `adapters`: of the step's tokens."""
-        assert self._caches is not None, "an engine that sleeps runs no step"
+        assert self._caches, "an engine that sleeps runs no step"
         hidden = self._first_hidden(step, adapters)
         plans = {window: self._plan_attention(step.caches[window].attention, window) for window in self._windows}
         slots = {window: step.caches[window].slots for window in self._windows}
-        self._fused(hidden, plans, self._rotations.at(step.positions), self._caches, slots, adapters, self._reduce)
+        rotations = self._rotations.at(step.positions)
+        self.kept = []
+        for (first, layers), caches in zip(self._runs, self._caches, strict=True):
+            if first:
+                self.kept.append(hidden.copy())
+            layers(hidden, plans, rotations, caches, slots, adapters, self._reduce)
         return normalized(hidden, self.norm)
 
     def _first_hidden(self, step: StepTokens, adapters: NativeAdapterRows | None) -> Array:

@@ -41,7 +41,7 @@ from pagemill_models.sharding.linears import linears
 from pagemill_models.spec.model_spec import ModelSpec
 
 
-class _Builder:
+class LayerBuilder:
     """Builds layers from what they share: the device's operations, the order of caches, the rotary embeddings."""
 
     def __init__(self, spec: DecoderSpec, ops: Ops, dtype: torch.dtype) -> None:
@@ -93,7 +93,7 @@ class _Builder:
 
 
 class Branch:
-    def __init__(self, spec: BranchSpec, builder: _Builder, layer: int, shared: int | None) -> None:
+    def __init__(self, spec: BranchSpec, builder: LayerBuilder, layer: int, shared: int | None) -> None:
         """Build the branch. `shared`: index of the earlier branch whose normalised input it shares."""
         self.block = builder.block(spec.block, layer)
         self.shared = shared
@@ -126,7 +126,7 @@ class Branch:
 
 
 class Residual:
-    def __init__(self, spec: ResidualSpec, builder: _Builder, layer: int) -> None:
+    def __init__(self, spec: ResidualSpec, builder: LayerBuilder, layer: int) -> None:
         shared = (_same_norm_index(spec, index) for index in range(len(spec.branches)))
         self.branches = [Branch(each, builder, layer, own) for each, own in zip(spec.branches, shared, strict=True)]
         self.norm = builder.norm(spec.norm)
@@ -165,7 +165,7 @@ class Residual:
 
 
 class DecoderLayer:
-    def __init__(self, spec: LayerSpec, builder: _Builder, number: int) -> None:
+    def __init__(self, spec: LayerSpec, builder: LayerBuilder, number: int) -> None:
         self.spec = spec
         self.residuals = [Residual(residual, builder, number) for residual in spec.residuals]
 
@@ -215,7 +215,7 @@ class Decoder:
         self._entry = entry
         self._first_position = 0 if entry.positions is None else entry.positions.offset
         self._scale, self._soft_cap = (1.0, None) if head is None else (head.scale, head.soft_cap)
-        builder = _Builder(declared, ops, dtype)
+        builder = LayerBuilder(declared, ops, dtype)
         self.embedding = builder.embedding(declared) if declared.embeds else None
         """None, like the parts around it, in a later stage of a pipeline."""
         size, around = declared.hidden_size, entry if declared.embeds else None
@@ -229,6 +229,9 @@ class Decoder:
         self.lm_head = builder.linear(declared.head_linear())
         """The output head; None if hidden states are pooled."""
         self.classifier = builder.classifier(declared.classifier)
+        self.keeps_before: frozenset[int] = frozenset()
+        """Layers before which `kept` has the hidden states of the last step."""
+        self.kept: list[Tensor] = []
 
     def weight_layers(self) -> Iterator[Layer]:
         """Yield all layers with weights, the embedding first and the head last."""
@@ -247,8 +250,11 @@ class Decoder:
 
     def forward_layers(self, layers: Iterable[DecoderLayer], token_ids: Tensor, context: ForwardContext) -> Tensor:
         """Compute hidden states as a call does, but only with these layers."""
-        hidden = self._embed(token_ids, context)
-        for layer in layers:
+        hidden = self.embed(token_ids, context)
+        self.kept = []
+        for number, layer in enumerate(layers):
+            if number in self.keeps_before:
+                self.kept.append(hidden.clone())
             hidden = layer(hidden, context)
         return hidden if self.norm is None else self.norm(hidden)
 
@@ -267,7 +273,7 @@ class Decoder:
             logits = logits.float().mul_(scale)
         return logits if cap is None else logits.float().div_(cap).tanh_().mul_(cap)
 
-    def _embed(self, token_ids: Tensor, context: ForwardContext) -> Tensor:
+    def embed(self, token_ids: Tensor, context: ForwardContext) -> Tensor:
         if self.embedding is None:
             assert context.hidden is not None
             return context.hidden.clone()

@@ -5,7 +5,7 @@
 
 namespace pagemill {
 
-constexpr int32_t kAbiVersion = 23;
+constexpr int32_t kAbiVersion = 24;
 
 // The first four formats, kFloats8 (e4m3) and kFloats4 (values of a table) are multiplied in float32. kDots4 and kDots8
 // round activations to 16-bit integers (dots.cpp), kPairs rounds them to bfloat16 (bfloat16.cpp). From
@@ -87,6 +87,7 @@ struct AttentionArgs {
   int64_t block_size;
   int64_t block_stride;
   int64_t sliding_window;  // 0: none
+  int64_t first_key;       // tokens of a context before this one are not attended to
   float scale;
   int32_t num_threads;
   int32_t cache_type;       // CacheType

@@ -110,12 +110,13 @@ void add_all(const float* scores, int64_t rows, const float* values, int64_t dep
   }
 }
 
-uint32_t visible_tokens(int64_t position, int64_t start, int64_t window) {
+uint32_t visible_tokens(int64_t position, int64_t start, int64_t window, int64_t first_key) {
   uint32_t visible = 0xffff;
   const int64_t after = start + kPanel - 1 - position;  // tokens of the sixteen that come later
   if (after > 0) visible = after >= kPanel ? 0 : visible >> after;
   const int64_t before = position - window + 1 - start;  // tokens of the sixteen that left the window
   if (window > 0 && before > 0) visible &= before >= kPanel ? 0 : 0xffffu << before;
+  if (start < first_key) visible &= first_key - start >= kPanel ? 0 : 0xffffu << (first_key - start);
   return visible & 0xffff;
 }
 
@@ -126,11 +127,11 @@ void hide(float* scores, uint32_t visible) {
 
 // Turns the scores of a token at `position` into weights relative to the row's running maximum, and rescales the sums
 // so far. scores: of `panels` times 16 context tokens from `start` on.
-void softmax_row(float* scores, int64_t panels, int64_t position, int64_t start, int64_t window, float* result,
-                 int64_t head_dim, float& row_max, float& row_sum) {
+void softmax_row(float* scores, int64_t panels, int64_t position, int64_t start, int64_t window, int64_t first_key,
+                 float* result, int64_t head_dim, float& row_max, float& row_sum) {
   Widest most = splat_widest(kMinusInfinity);
   for (int64_t panel = 0; panel < panels; ++panel) {
-    const uint32_t visible = visible_tokens(position, start + panel * kPanel, window);
+    const uint32_t visible = visible_tokens(position, start + panel * kPanel, window, first_key);
     if (visible != 0xffff) hide(scores + panel * kPanel, visible);
   }
   for (int64_t i = 0; i < panels * kPanel; i += kWidest) most = max(most, load_as<Widest>(scores + i));
@@ -188,7 +189,7 @@ void attend(const AttentionArgs& args, const WorkItem& item, Scratch& scratch) {
     }
     for (int64_t row = 0; row < rows; ++row)
       softmax_row(scratch.scores + row * kSpan, panels, first_position + row / group, start, args.sliding_window,
-                  scratch.result + row * head_dim, head_dim, scratch.row_max[row], scratch.row_sum[row]);
+                  args.first_key, scratch.result + row * head_dim, head_dim, scratch.row_max[row], scratch.row_sum[row]);
     for (int64_t panel = 0; panel < panels; ++panel) {
       const Place place = place_of(args, table, cache, start + panel * kPanel);
       const int64_t count = std::min<int64_t>(kPanel, depth - panel * kPanel);

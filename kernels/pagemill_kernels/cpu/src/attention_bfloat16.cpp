@@ -63,7 +63,7 @@ void round_floats(const float* from, int64_t count, uint16_t* to) {
 // Computes the scores of eight keys, the first of which is `key`. Hides: not every row sees all of them.
 template <int Vectors, bool Hides>
 void score_keys(const uint16_t* query, const uint16_t* keys, int64_t head_dim, const int32_t* positions, int64_t key,
-                int64_t window, float* scores, float* row_max) {
+                int64_t window, int64_t first_key, float* scores, float* row_max) {
   constexpr int64_t kWidth = Vectors * kPanel;
   __m512 sums[kAtOnce][Vectors];
 #pragma GCC unroll 8
@@ -88,7 +88,8 @@ void score_keys(const uint16_t* query, const uint16_t* keys, int64_t head_dim, c
     for (int i = 0; i < kAtOnce; ++i) {
       if (Hides) {
         const __m512i behind = _mm512_sub_epi32(_mm512_load_si512(positions + v * kPanel), _mm512_set1_epi32(key + i));
-        const __mmask16 visible = _mm512_cmplt_epu32_mask(behind, _mm512_set1_epi32(window));
+        const __mmask16 seen = _mm512_cmplt_epu32_mask(behind, _mm512_set1_epi32(window));
+        const __mmask16 visible = key + i < first_key ? __mmask16(0) : seen;
         sums[i][v] = _mm512_mask_blend_ps(visible, _mm512_set1_ps(-INFINITY), sums[i][v]);
       }
       most = _mm512_max_ps(sums[i][v], most);
@@ -261,9 +262,9 @@ void attend_rows(const Source& from, Scratch& s) {
     for (int64_t t = 0; t < padded; t += kAtOnce, keys += kAtOnce * head_dim) {
       if (t % kPanel == 0) keys = from.read(false, start + t, kPanel, s);
       const int64_t key = start + t;
-      const bool all_see = key + kAtOnce - 1 <= first && key > end - 1 - window;
+      const bool all_see = key + kAtOnce - 1 <= first && key > end - 1 - window && key >= args.first_key;
       const auto score = all_see ? score_keys<Vectors, false> : score_keys<Vectors, true>;
-      score(s.query, keys, head_dim, s.positions, key, window, s.scores + t * kWidth, s.row_max);
+      score(s.query, keys, head_dim, s.positions, key, window, args.first_key, s.scores + t * kWidth, s.row_max);
     }
     load_values(from, start, depth, s);
     weigh<Vectors>(s, before, padded, factor);

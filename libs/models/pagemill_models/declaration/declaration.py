@@ -387,6 +387,44 @@ class ClassifierSpec(msgspec.Struct, frozen=True):
         return merged(*self.layers)
 
 
+class ReadsSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What a head computes its layer's input from: the pair of a token's embedding and the target's hidden states of
+    the token before. `x` = [embedding_norm(embedding), hidden_norm(h)]."""
+
+    embedding_norm: NormSpec
+    hidden_norm: NormSpec
+    projection: LinearSpec | None = None
+    """MTP: the layer's input is projection(x). None, EAGLE-3: its attention reads x, and h is the residual."""
+    states: LinearSpec | None = None
+    """EAGLE-3: h = states(hidden states before `layers`). None: h is the target's normalised last hidden state."""
+    layers: tuple[int, ...] | None = None
+    """Layers of the target; None: the third, the middle one and the third last."""
+    normed_residual: bool = False
+    """Whether the residual is hidden_norm(h), where there is no projection."""
+    prefix: str = ""
+    """Of all of its tensors; files may contain others."""
+
+    def layers_of(self, num_layers: int) -> tuple[int, ...]:
+        """Return the layers of a target of so many layers, before which hidden states are read."""
+        if self.states is None:
+            return ()
+        return (2, num_layers // 2, num_layers - 3) if self.layers is None else self.layers
+
+    def linears(self) -> Iterator[LinearSpec]:
+        yield from (each for each in (self.projection, self.states) if each is not None)
+
+    def shapes(self) -> Shapes:
+        return merged(self.embedding_norm, self.hidden_norm, *self.linears())
+
+
+class DrafterSpec(msgspec.Struct, frozen=True):
+    """A layer behind the last one that drafts tokens (multi-token prediction), with the target's embedding and head."""
+
+    reads: ReadsSpec
+    layer: LayerSpec
+    norm: NormSpec
+
+
 class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A whole decoder, or an encoder, which has neither a head nor a cache."""
 
@@ -419,6 +457,10 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
     """First row of embedding and head that this rank holds, and the one behind the last; None: all rows."""
     embeds: bool = True
     """Whether it computes hidden states from token ids; later stages of a pipeline receive them."""
+    mtp: DrafterSpec | None = None
+    """The first layer that drafts, if the configuration has some; the files may lack it."""
+    reads: ReadsSpec | None = None
+    """Set if it is a head that drafts for another model, whose embedding it uses unless it has one (`embeds`)."""
     text_only: bool = False
     """Whether the files also hold encoders of images or sound, which are not read (`stored_names`)."""
     by_transformers: bool = False
@@ -510,17 +552,20 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
         head = self.untied_head() if self.embeds else self.head_linear()
         yield from (each for each in (entry, projection, head) if each is not None)
         yield from (layer.linear for layer in (() if self.classifier is None else self.classifier.layers))
+        yield from () if self.reads is None else self.reads.linears()
 
     def shapes(self) -> Shapes:
         """Return the required shape of every tensor; a transposed matrix is stored the other way round."""
         projection = None if self.head is None else self.head.projection
         head = self.untied_head() if self.embeds else self.head_linear()
-        around = [part for part in (self.norm, projection, head, self.classifier) if part is not None]
+        around = [part for part in (self.norm, projection, head, self.classifier, self.reads) if part is not None]
         entry: Shapes = self.embedding.shapes(self.hidden_size) if self.embeds else {}
         return entry | merged(*self.layers, *self.ropes(), *around)
 
     def is_ignored(self, name: str) -> bool:
         """Whether a tensor may be stored and is not used."""
         if name.endswith(self.ignored) or name.startswith(self.ignored_layers):
+            return True
+        if self.reads is not None and not name.startswith(self.reads.prefix):
             return True
         return self.head is not None and self.head.tied and name == f"{self.head.name}.weight"

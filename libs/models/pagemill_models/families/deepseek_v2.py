@@ -22,7 +22,13 @@ from pagemill_models.declaration.family import Family
 from pagemill_models.declaration.parts import linear, sequential
 from pagemill_models.declaration.rope_scaling import YarnScaling
 from pagemill_models.families.llama_like import Numbers, decoder, numbers_from_config
-from pagemill_models.families.moe import Mixture, drafting_layers, mixture_from_config, with_shared_experts
+from pagemill_models.families.moe import (
+    Mixture,
+    mixture_from_config,
+    num_drafting,
+    with_drafting,
+    with_shared_experts,
+)
 
 SPLIT_UP = "kv_b_proj_by_head"
 """Not a key of config.json: a GGUF file stores `kv_b_proj` as two tensors with a matrix per head."""
@@ -79,7 +85,9 @@ def latent_decoder(
         raise config.unsupported("dense layers between mixtures of experts (`moe_layer_freq`)")
     partial = ("partial_rotary_factor", 1.0) if of_whole_head else None
     numbers = numbers_from_config(config, default_context=context, partial_rotary=partial)
-    plain, rope = decoder(numbers), _rope(config, numbers, interleaved, of_whole_head)
+    drafting = num_drafting(config, default=0)
+    longer = msgspec.structs.replace(numbers, num_layers=numbers.num_layers + min(drafting, 1))
+    plain, rope = decoder(longer), _rope(config, numbers, interleaved, of_whole_head)
     num_dense = config.integer("first_k_dense_replace", default=dense)
     num_shared = config.size("n_shared_experts", default=shared)
     biased = config.flag("attention_bias", False)
@@ -92,11 +100,8 @@ def latent_decoder(
         attention = _attention(config, numbers, rope, f"{spec.name}.self_attn", biased)
         return sequential(spec.name, (first, attention), (second, mlp))
 
-    return msgspec.structs.replace(
-        plain,
-        layers=tuple(layer(index, spec) for index, spec in enumerate(plain.layers)),
-        ignored_layers=drafting_layers(config, numbers.num_layers, default=0),
-    )
+    layers = tuple(layer(index, spec) for index, spec in enumerate(plain.layers))
+    return with_drafting(msgspec.structs.replace(plain, layers=layers), numbers.num_layers, drafting)
 
 
 def _rope(config: ConfigValues, numbers: Numbers, interleaved: bool, of_whole_head: bool) -> RopeSpec:

@@ -8,7 +8,13 @@ from pagemill_models.declaration.declaration import DecoderSpec
 from pagemill_models.declaration.family import Family
 from pagemill_models.families.deepseek_v3 import sigmoid_gating
 from pagemill_models.families.llama_like import decoder, numbers_from_config
-from pagemill_models.families.moe import drafting_layers, mixture_from_config, with_experts, with_shared_experts
+from pagemill_models.families.moe import (
+    mixture_from_config,
+    num_drafting,
+    with_drafting,
+    with_experts,
+    with_shared_experts,
+)
 
 
 def read_config(config: ConfigValues) -> DecoderSpec:
@@ -27,14 +33,15 @@ def read_config(config: ConfigValues) -> DecoderSpec:
     experts = mixture_from_config(config, size_key="moe_intermediate_size", renormalized=renormalized)
     gating = sigmoid_gating(config, experts, default=(1, 1), scale=1.0)
     num_dense = config.integer("first_k_dense_replace", default=1)
+    drafting = num_drafting(config, default=1)
     num_shared = config.integer("n_shared_experts", default=1)
     spec = with_experts(
-        decoder(numbers),
+        decoder(replace(numbers, num_layers=numbers.num_layers + min(drafting, 1))),
         lambda index, layer: (
             with_shared_experts(experts, f"{layer.name}.mlp", num_shared, gating) if index >= num_dense else None
         ),
     )
-    return replace(spec, ignored_layers=drafting_layers(config, numbers.num_layers, default=1))
+    return with_drafting(spec, numbers.num_layers, drafting)
 
 
 FAMILY = Family(read_config)

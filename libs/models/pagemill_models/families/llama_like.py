@@ -137,7 +137,12 @@ def decoder(numbers: Numbers) -> DecoderSpec:
 
 
 def _layer(numbers: Numbers, index: int) -> LayerSpec:
-    name, size, eps = f"model.layers.{index}", numbers.hidden_size, numbers.rms_norm_eps
+    return named_layer(numbers, index, f"model.layers.{index}")
+
+
+def named_layer(numbers: Numbers, index: int, name: str) -> LayerSpec:
+    """Declare a layer. `name`: prefix of its tensors' names."""
+    size, eps = numbers.hidden_size, numbers.rms_norm_eps
     attention = _attention(numbers, f"{name}.self_attn", numbers.window if index in numbers.window_layers else None)
     norms = [NormSpec(name=f"{name}.{which}_layernorm", size=size, eps=eps) for which in ("input", "post_attention")]
     return sequential(name, (norms[0], attention), (norms[1], _mlp(numbers, f"{name}.mlp")))

@@ -7,7 +7,7 @@ from pagemill_models.declaration.config_values import ConfigValues
 from pagemill_models.declaration.declaration import DecoderSpec, GatingSpec, LayerSpec, MoESpec
 from pagemill_models.declaration.family import Family
 from pagemill_models.families.llama_like import decoder, numbers_from_config
-from pagemill_models.families.moe import drafting_layers, mixture, mixture_from_config, with_experts
+from pagemill_models.families.moe import mixture, mixture_from_config, num_drafting, with_drafting, with_experts
 from pagemill_models.families.olmo2 import whole_norms
 
 
@@ -27,9 +27,11 @@ def read_config(config: ConfigValues) -> DecoderSpec:
         gating = GatingSpec(scores="sigmoid", bias=f"{name}.e_score_correction_bias")
         return replace(mixture(experts, name, ("w1", "w3", "w2")), gating=gating)
 
-    plain = with_experts(decoder(numbers), block)
+    drafting = num_drafting(config, default=0)
+    longer = replace(numbers, num_layers=numbers.num_layers + min(drafting, 1))
+    plain = with_experts(decoder(longer), block)
     spec = with_attention(plain, lambda index, each: whole_norms(each, plain.layers[index], numbers))
-    return replace(spec, ignored_layers=drafting_layers(config, numbers.num_layers, default=0))
+    return with_drafting(spec, numbers.num_layers, drafting)
 
 
 FAMILY = Family(read_config)

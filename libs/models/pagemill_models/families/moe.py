@@ -11,10 +11,12 @@ from pagemill_models.declaration.declaration import (
     Activation,
     BlockSpec,
     DecoderSpec,
+    DrafterSpec,
     GatingSpec,
     LayerSpec,
     MLPSpec,
     MoESpec,
+    ReadsSpec,
     SharedExpertSpec,
 )
 from pagemill_models.declaration.gguf_values import GGUFValues
@@ -99,10 +101,29 @@ def with_shared_experts(
     return msgspec.structs.replace(mixture(numbers, name, _PARTS), shared=shared, gating=gating_of(name))
 
 
-def drafting_layers(config: ConfigValues, num_layers: int, default: int) -> tuple[str, ...]:
-    """Return the prefixes of layers behind the last one, which draft further tokens and are not loaded."""
+def num_drafting(config: ConfigValues, default: int) -> int:
+    """Return the number of layers behind the last one, which draft further tokens."""
     drafting = config.integer("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules", default=default)
-    return tuple(f"model.layers.{num_layers + index}." for index in range(min(drafting, 64)))
+    return max(0, min(drafting, 64))
+
+
+def with_drafting(longer: DecoderSpec, num_layers: int, drafting: int) -> DecoderSpec:
+    """Return a decoder of `num_layers` layers. `longer`: it, with the first of the `drafting` layers behind them."""
+    prefixes = tuple(f"model.layers.{num_layers + index}." for index in range(drafting))
+    layers, head = longer.layers[:num_layers], longer.layers[num_layers:]
+    plain = msgspec.structs.replace(longer, layers=layers, ignored_layers=prefixes)
+    if not head or longer.norm is None:
+        return plain
+    name, size, last = head[0].name, longer.hidden_size, longer.norm
+    norms = {part: msgspec.structs.replace(last, name=f"{name}.{part}") for part in ("enorm", "hnorm")}
+    reads = ReadsSpec(
+        embedding_norm=norms["enorm"],
+        hidden_norm=norms["hnorm"],
+        projection=linear(2 * size, (f"{name}.eh_proj", size)),
+        prefix=f"{name}.",
+    )
+    norm = msgspec.structs.replace(last, name=f"{name}.shared_head.norm")
+    return msgspec.structs.replace(plain, mtp=DrafterSpec(reads, head[0], norm))
 
 
 STACKED = {f".experts.{part}": (f".experts.*.{part}.weight",) for part in ("gate_up_proj", "down_proj")}

@@ -71,10 +71,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def cache_shapes(self) -> list[tuple[int, int]]:
         """For each layer, the vectors that its cache stores for each token, and their values; none of a layer that
-        keeps a state."""
+        keeps a state. Behind a head's layer come the hidden states that it reads."""
         vectors = {number: each for number, each in self.decoder.caches() if isinstance(each, VectorsSpec)}
         found = (vectors.get(number) for number in range(len(self.decoder.layers)))
-        return [(0, 0) if each is None else (each.heads, each.size) for each in found]
+        shapes = [(0, 0) if each is None else (each.heads, each.size) for each in found]
+        return shapes if self.decoder.reads is None else [*shapes, (1, self.hidden_size)]
 
     @property
     def head_shapes(self) -> list[tuple[int, int]]:

@@ -1,0 +1,427 @@
+"""Heads that read hidden states: what they draft is what a plain reference in float32 computes, and answers are those
+without them. What holds for blocks of draft models (`test_draft_models`) is tested here for the hidden states."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from byte_bundle import byte_tokenizer
+from safetensors.torch import load_file, save_file
+from tiny_llama import write_tiny_llama
+from torch import Tensor
+
+from pagemill import LLM, SamplingParams
+from pagemill_engine.config import EngineConfig, SpeculationConfig
+from pagemill_engine.decoders.on_torch.heads import HeadLayers
+from pagemill_engine.executing.drafter import Drafter
+from pagemill_engine.executing.torch_head import TorchHead
+from pagemill_engine.proposing.draft import Rounds
+from pagemill_engine.sizing.sizing import sizes_here
+from pagemill_engine.weights.errors import LoadError
+from pagemill_models.spec.model_files import load_model_spec
+from pagemill_protocol.source_errors import SourceError
+
+VOCAB, OWN, SIZE, LAYERS, EPS = 257, 120, 64, 8, 1e-5
+MOE: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": SIZE, "intermediate_size": 96, "moe_intermediate_size": 32,
+    "num_hidden_layers": 3, "num_attention_heads": 4, "n_shared_experts": 1, "n_routed_experts": 8,
+    "num_experts_per_tok": 2, "first_k_dense_replace": 1, "max_position_embeddings": 256, "initializer_range": 0.3,
+    "num_nextn_predict_layers": 1, "dtype": "float32",
+}  # fmt: skip
+SETTINGS: dict[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 160,
+    "num_kv_blocks": 14,
+    "max_num_seqs": 6,
+    "max_num_batched_tokens": 24,
+    "num_threads": 1,
+}
+PROMPTS = [f"one two three four five six seven {n % 3}" for n in range(6)]
+Found = list[tuple[tuple[int, ...], list[int]]]
+
+
+def _moe(folder: Path, kind: str) -> Path:
+    """Write a model of two layers, whose third one drafts."""
+    torch.manual_seed(1)
+    if kind == "deepseek":
+        sizes = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16}
+        config = transformers.DeepseekV3Config(**MOE, **sizes, v_head_dim=16, n_group=2, topk_group=1)
+        transformers.DeepseekV3ForCausalLM(config).save_pretrained(folder)
+    else:
+        config = transformers.Glm4MoeConfig(**MOE, num_key_value_heads=2, head_dim=32, n_group=1, topk_group=1)
+        transformers.Glm4MoeForCausalLM(config).save_pretrained(folder)
+    tensors, name = load_file(folder / "model.safetensors"), "model.layers.2"
+    for each in ("enorm", "hnorm", "shared_head.norm"):
+        tensors[f"{name}.{each}.weight"] = torch.rand(SIZE) + 0.5
+    tensors[f"{name}.eh_proj.weight"] = torch.randn(SIZE, 2 * SIZE) * 0.2
+    tensors[f"{name}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors[f"{name}.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    values = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": 2}
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder
+
+
+def _eagle(folder: Path, **changes: Any) -> Path:
+    """Write an EAGLE-3 head for the tiny Llama."""
+    torch.manual_seed(2)
+    inner, key = 96, 32
+    tensors = {
+        "fc.weight": torch.randn(SIZE, 3 * SIZE) * 0.1,
+        "midlayer.hidden_norm.weight": torch.rand(SIZE) + 0.5,
+        "midlayer.input_layernorm.weight": torch.rand(SIZE) + 0.5,
+        "midlayer.post_attention_layernorm.weight": torch.rand(SIZE) + 0.5,
+        "midlayer.self_attn.q_proj.weight": torch.randn(SIZE, 2 * SIZE) * 0.1,
+        "midlayer.self_attn.k_proj.weight": torch.randn(key, 2 * SIZE) * 0.1,
+        "midlayer.self_attn.v_proj.weight": torch.randn(key, 2 * SIZE) * 0.3,
+        "midlayer.self_attn.o_proj.weight": torch.randn(SIZE, SIZE) * 0.3,
+        "midlayer.mlp.gate_proj.weight": torch.randn(inner, SIZE) * 0.3,
+        "midlayer.mlp.up_proj.weight": torch.randn(inner, SIZE) * 0.3,
+        "midlayer.mlp.down_proj.weight": torch.randn(SIZE, inner) * 0.3,
+        "norm.weight": torch.rand(SIZE) + 0.5,
+        "lm_head.weight": torch.randn(OWN, SIZE) * 0.3,
+        "d2t": torch.arange(OWN),
+        "t2d": torch.arange(VOCAB) % 2 == 0,
+    }
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": SIZE,
+        "intermediate_size": inner, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
+        "vocab_size": VOCAB, "draft_vocab_size": OWN, "max_position_embeddings": 256, "rms_norm_eps": EPS,
+        "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": False,
+    }  # fmt: skip
+    for name in [each for each in tensors if changes.get(each, 0) is None]:
+        del tensors[name]
+    folder.mkdir(exist_ok=True)
+    save_file(tensors | {n: v for n, v in changes.items() if isinstance(v, Tensor)}, folder / "model.safetensors")
+    config |= {name: value for name, value in changes.items() if not isinstance(value, Tensor | None)}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("heads")
+    found = {"llama": root / "llama", "deepseek": root / "deepseek", "glm": root / "glm"}
+    write_tiny_llama(
+        found["llama"], vocab_size=VOCAB, hidden_size=SIZE, num_attention_heads=2, num_key_value_heads=1,
+        num_hidden_layers=LAYERS, initializer_range=0.15,
+    )  # fmt: skip
+    for kind in ("deepseek", "glm"):
+        _moe(found[kind], kind)
+    for folder in list(found.values()):
+        (folder / "tokenizer.json").write_text(byte_tokenizer([("t", "h")]).to_str())
+        (folder / "tokenizer_config.json").write_text("{}")
+    found["eagle3"] = _eagle(root / "eagle3")
+    return found
+
+
+def make(folders: dict[str, Path], kind: str, *, drafts: bool = True, **settings: Any) -> LLM:
+    config: dict[str, Any] = {"method": "off"}
+    if drafts:
+        config = {"method": "eagle3", "model": str(folders["eagle3"])} if kind == "llama" else {"method": "mtp"}
+        config["num_speculative_tokens"] = 3
+    llm = LLM(str(folders[kind]), speculative_config=config, **{**SETTINGS, **settings})
+    if llm._core._proposals is not None:
+        llm._core._proposals._ms_of = None
+    return llm
+
+
+@pytest.fixture
+def drafted(monkeypatch: pytest.MonkeyPatch) -> Found:
+    """What was drafted, behind which known tokens."""
+    found: Found = []
+    run = Drafter.run
+
+    def recorded(self: Drafter, inputs: Any, drafts: Any, last: Any) -> Any:
+        result = run(self, inputs, drafts, last)
+        rows = self._rows
+        for name, token_ids in result.token_ids.items():
+            row = rows.row(name)
+            found.append((tuple(rows.token_ids[row, : rows.num_tokens[row]].tolist()), token_ids))
+        return result
+
+    monkeypatch.setattr(Drafter, "run", recorded)
+    return found
+
+
+def answers(llm: LLM, **params: Any) -> list[Any]:
+    given = {"temperature": 0.0, "max_tokens": 20, "ignore_eos": True, **params}
+    params_of = [SamplingParams(**given, n=1 + index % 2, seed=index) for index in range(len(PROMPTS))]
+    outputs = llm.generate(PROMPTS, params_of, use_tqdm=False)
+    return [[choice.token_ids for choice in out.outputs] for out in outputs]
+
+
+class Reference:
+    """A target and its head, computed as a whole for each prefix."""
+
+    def __init__(self, folders: dict[str, Path], kind: str) -> None:
+        self.kind = kind
+        self.target = transformers.AutoModelForCausalLM.from_pretrained(folders[kind], dtype="float32").eval()
+        if kind == "llama":
+            self.own = load_file(folders["eagle3"] / "model.safetensors")
+        else:
+            self.mtp = transformers.modeling_layers.MtpModel.from_pretrained(self.target).eval()
+
+    @torch.no_grad()
+    def drafts(self, known: tuple[int, ...], number: int) -> list[int]:
+        out = self.target(torch.tensor([known[:-1]]), output_hidden_states=True)
+        before = out.hidden_states[-1][0]
+        if self.kind == "llama":
+            layers = (2, LAYERS // 2, LAYERS - 3)
+            before = torch.cat([out.hidden_states[each][0] for each in layers], -1) @ self.own["fc.weight"].T
+        found: list[int] = []
+        for _ in range(number):
+            tokens = torch.tensor([*known[1:], *found])
+            hidden, logits = (self._eagle3 if self.kind == "llama" else self._mtp)(tokens, before)
+            best = int(logits.argmax())
+            found.append(best + int(self.own["d2t"][best]) if self.kind == "llama" else best)
+            before = torch.cat([before, hidden[-1:]])
+        return found
+
+    def _mtp(self, tokens: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+        positions = torch.arange(len(tokens))[None]
+        hidden = self.mtp.forward_layer(0, before[None], positions, None, input_ids=tokens[None])[0]
+        return hidden, self.target.lm_head(hidden[-1])
+
+    def _eagle3(self, tokens: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+        own, count, dim = self.own, len(tokens), SIZE // 2
+
+        def norm(x: Tensor, name: str) -> Tensor:
+            return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS) * own[f"{name}.weight"]
+
+        def linear(x: Tensor, name: str) -> Tensor:
+            return x @ own[f"midlayer.{name}.weight"].T
+
+        embedded = self.target.model.embed_tokens(tokens)
+        x = torch.cat([norm(embedded, "midlayer.input_layernorm"), norm(before, "midlayer.hidden_norm")], -1)
+        turns = torch.arange(count)[:, None] * 10000.0 ** (-torch.arange(0, dim, 2) / dim)
+        cos, sin = (torch.cat([each, each], -1)[:, None] for each in (turns.cos(), turns.sin()))
+
+        def rotated(heads: Tensor) -> Tensor:
+            one, two = heads.chunk(2, -1)
+            return heads * cos + torch.cat([-two, one], -1) * sin
+
+        query, key = (rotated(linear(x, f"self_attn.{each}_proj").view(count, -1, dim)) for each in "qk")
+        scores = torch.einsum("qhd,kd->hqk", query, key[:, 0]) / dim**0.5
+        weights = scores.masked_fill(torch.ones(count, count).triu(1).bool(), -torch.inf).softmax(-1)
+        attended = torch.einsum("hqk,kd->qhd", weights, linear(x, "self_attn.v_proj")).flatten(1)
+        hidden = before + linear(attended, "self_attn.o_proj")
+        inner = norm(hidden, "midlayer.post_attention_layernorm")
+        gated = torch.nn.functional.silu(linear(inner, "mlp.gate_proj")) * linear(inner, "mlp.up_proj")
+        hidden = hidden + linear(gated, "mlp.down_proj")
+        return hidden, norm(hidden[-1], "norm") @ own["lm_head.weight"].T
+
+
+@pytest.fixture(scope="module")
+def reference(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Iterator[Reference]:
+    """Where transformers finds layers that draft is a pattern of the class, which has the published depths."""
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in (transformers.DeepseekV3ForCausalLM, transformers.Glm4MoeForCausalLM):
+            base = kind.__mro__[1]
+            patch.setattr(base, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.2.*"])
+            patch.setattr(kind, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.2.*"])
+        yield Reference(folders, request.param)
+
+
+FULL = pytest.mark.full
+KINDS = ["llama", "deepseek", pytest.param("glm", marks=FULL)]
+HARDEST = ["llama", *(pytest.param(kind, marks=FULL) for kind in ("deepseek", "glm"))]
+
+
+def wrong(reference: Reference, drafted: Found) -> int:
+    """Return how many of the drafts differ from the reference's, of up to 20."""
+    assert len(drafted) > 20
+    picked = drafted[:: len(drafted) // 20]
+    return sum(reference.drafts(known, len(tokens)) != tokens for known, tokens in picked)
+
+
+@pytest.mark.parametrize("overlap", [False, pytest.param(True, marks=FULL)], ids=["plain-loop", "overlapped"])
+@pytest.mark.parametrize("reference", KINDS, indirect=True)
+def test_drafts_are_those_of_the_reference(
+    folders: dict[str, Path], reference: Reference, drafted: Found, overlap: bool
+) -> None:
+    """In parts of prompts, behind prefix hits, forks and preemptions; and the answers are those without a head."""
+    exact = {"deterministic": reference.kind != "deepseek", "overlap": overlap}
+    with make(folders, reference.kind, drafts=False, **exact) as llm:
+        plain = answers(llm)
+    with make(folders, reference.kind, **exact) as llm:
+        assert answers(llm) == plain
+        assert llm._core.scheduler.num_preemptions > 0
+        del drafted[:]
+        assert answers(llm) == plain
+    assert max(len(tokens) for _, tokens in drafted) == 3
+    assert wrong(reference, drafted) == 0
+
+
+@pytest.mark.parametrize("reference", ["deepseek", pytest.param("glm", marks=FULL)], indirect=True)
+def test_first_drafts_are_those_of_generate(
+    folders: dict[str, Path], reference: Reference, drafted: Found, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`generate(use_mtp=True)` of transformers, which drafts one token for each layer that drafts."""
+    generator = transformers.generation.candidate_generator.MTPCandidateGenerator
+    candidates: dict[tuple[int, ...], int] = {}
+    get = generator.get_candidates
+
+    def recorded(self: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = get(self, input_ids, *args, **kwargs)
+        if len(found[0][0]) > len(input_ids[0]):
+            candidates[tuple(input_ids[0].tolist())] = int(found[0][0, -1])
+        return found
+
+    monkeypatch.setattr(generator, "get_candidates", recorded)
+    with make(folders, reference.kind) as llm:
+        outputs = llm.generate(PROMPTS[1:3], SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True))
+    for out in outputs:
+        ids = torch.tensor([out.prompt_token_ids])
+        reference.target.generate(ids, max_new_tokens=16, min_new_tokens=16, do_sample=False, use_mtp=True)
+    compared = [candidates[known] == tokens[0] for known, tokens in drafted if known in candidates]
+    assert len(compared) > 15
+    assert all(compared)
+
+
+FAULTS = {
+    "the norms of embedding and hidden states swapped": lambda patch: patch.setattr(
+        HeadLayers, "__init__", _swapping(HeadLayers.__init__)
+    ),
+    "hidden states of the token itself": lambda patch: patch.setattr(
+        TorchHead, "states_of", lambda self, slots, states_of=TorchHead.states_of: states_of(self, slots + 1)
+    ),
+    "the first token's place is read": lambda patch: patch.setattr(
+        Drafter, "__init__", _reading_the_first(Drafter.__init__)
+    ),
+}
+
+
+def _swapping(init: Any) -> Any:
+    def swapped(self: HeadLayers, *args: Any) -> None:
+        init(self, *args)
+        self.embedding_norm, self.hidden_norm = self.hidden_norm, self.embedding_norm
+
+    return swapped
+
+
+def _reading_the_first(init: Any) -> Any:
+    def changed(self: Drafter, *args: Any) -> None:
+        init(self, *args)
+        self._first = 0
+
+    return changed
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("reference", HARDEST, indirect=True)
+def test_planted_faults_change_what_is_drafted(
+    folders: dict[str, Path], reference: Reference, drafted: Found, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    FAULTS[fault](monkeypatch)
+    with make(folders, reference.kind) as llm:
+        answers(llm)
+    assert wrong(reference, drafted) > 0
+
+
+def test_a_forgotten_map_of_tokens_changes_what_is_drafted(
+    folders: dict[str, Path], drafted: Found, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pagemill_engine.sizing.draft.D2T", "absent")
+    with make(folders, "llama") as llm:
+        answers(llm)
+    assert wrong(Reference(folders, "llama"), drafted) > 0
+
+
+def test_a_drawn_answer_is_that_without_a_head(folders: dict[str, Path]) -> None:
+    """With penalties, log probabilities, stop tokens and a minimum, at a temperature; bit for bit, behind a sleep."""
+    cases: list[dict[str, Any]] = [
+        {"temperature": 0.8, "logprobs": 2},
+        {"temperature": 1.2, "repetition_penalty": 1.3, "min_tokens": 6, "stop_token_ids": list(range(0, 257, 9))},
+    ]
+    params = [SamplingParams(**({"seed": 4, "max_tokens": 24, "n": 2} | case)) for case in cases]
+    found = []
+    for drafts in (False, True):
+        with make(folders, "llama", drafts=drafts, deterministic=True, overlap=False) as llm:
+            if drafts:
+                assert llm._core.runner.sleep() > 14 * 16 * llm._core.runner.info.kv_bytes_per_token
+                assert not llm._core.runner._drafter._model._states.size
+                llm._core.runner.wake()
+            outputs = llm.generate(PROMPTS[:2], params, use_tqdm=False)
+        found.append([[(c.token_ids, c.logprobs, c.finish_reason) for c in out.outputs] for out in outputs])
+    assert found[0] == found[1]
+    assert sum(out.metrics.num_proposed_tokens for out in outputs if out.metrics is not None) > 40
+
+
+def test_auto_drafts_by_the_models_own_layer(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files without the layer, or with a part of it, run without."""
+    monkeypatch.setattr(Rounds, "choose", lambda self, *_: 2)
+    tensors = load_file(folders["glm"] / "model.safetensors")
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text((folders["glm"] / name).read_text())
+    del tensors["model.layers.2.enorm.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    proposed = []
+    for folder in (folders["glm"], tmp_path):
+        with LLM(str(folder), **SETTINGS) as llm:
+            if llm._core._proposals is not None:
+                llm._core._proposals._ms_of = None
+            (out,) = llm.generate(PROMPTS[:1], SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True))
+        assert out.metrics is not None
+        proposed.append(out.metrics.num_proposed_tokens)
+    assert proposed[0] > proposed[1] == 0
+    with pytest.raises(LoadError, match=r"cannot be used: .*missing: `model.layers.2.enorm.weight`"):
+        LLM(str(tmp_path), speculative_config={"method": "deepseek_mtp"}, **SETTINGS)
+
+
+def test_memory_of_heads_is_part_of_the_plan(folders: dict[str, Path]) -> None:
+    for kind, num_bytes, heads in (("llama", 4, 1), ("glm", 4, 2)):
+        spec = load_model_spec(folders[kind])
+        source = str(folders["eagle3"]) if kind == "llama" else None
+        drafting = SpeculationConfig(method="eagle3" if source else "mtp", source=source)
+        alone, both = (
+            sizes_here(
+                EngineConfig(model=str(folders[kind]), dtype="float32", max_model_len=128, speculative=each),
+                folders[kind],
+                spec,
+            )
+            for each in (SpeculationConfig(method="off"), drafting)
+        )
+        assert both.kv_bytes_per_token - alone.kv_bytes_per_token == num_bytes * (2 * heads * 32 + SIZE)
+        assert both.weight_bytes > alone.weight_bytes + num_bytes * 2 * SIZE * SIZE
+        assert both.draft_step_bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings", "message"),
+    [
+        ({"vocab_size": 300}, {}, "reads a vocabulary of 300, but the model has 257"),
+        ({"fc.weight": torch.zeros(SIZE, 96), "target_hidden_size": 32}, {}, "reads hidden states of 32, but"),
+        ({"fc.weight": torch.zeros(SIZE, 32)}, {}, r"`fc.weight` has the shape \[64, 32\]"),
+        ({"midlayer.hidden_norm.weight": None}, {}, "missing: `midlayer.hidden_norm.weight`"),
+        ({"d2t": None}, {}, "no tensor `d2t` that says which"),
+        ({"d2t": torch.arange(OWN) * 2}, {}, "names tokens twice, or beyond the model's 257"),
+        ({"d2t": torch.zeros(3, dtype=torch.int64)}, {}, r"`d2t` of .* is int64 \[3\], not int64 \[120\]"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 7]}}, {}, "before the layers 2, 4, 8, but"),
+        ({"eagle_aux_hidden_state_layer_ids": [3, 1, 5]}, {}, "three growing layer numbers"),
+        ({"max_position_embeddings": 128}, {}, "was made for 128 tokens, but requests may have 160"),
+        ({"num_hidden_layers": 2}, {}, "EAGLE-3 heads of 2 layers"),
+        ({"architectures": ["LlamaForCausalLM"]}, {}, "names no EAGLE-3 head"),
+        ({}, {"max_num_batched_tokens": 3, "max_num_seqs": 3}, "num_tokens is 3, but a step has 3 tokens"),
+        ({}, {"tensor_parallel_size": 2, "num_threads": 2}, "method eagle3 needs one process"),
+    ],
+    ids=str,
+)
+def test_a_head_that_does_not_fit_is_refused(
+    folders: dict[str, Path], tmp_path: Path, changes: dict[str, Any], settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises((LoadError, SourceError), match=message):
+        make({**folders, "eagle3": _eagle(tmp_path / "head", **changes)}, "llama", **settings)
+
+
+def test_a_model_without_a_layer_that_drafts_refuses_mtp(folders: dict[str, Path]) -> None:
+    with pytest.raises(LoadError, match="declares no layer that drafts"):
+        LLM(str(folders["llama"]), speculative_config={"method": "mtp"}, **SETTINGS)
