@@ -94,10 +94,11 @@ def test_the_table_has_replicas_utilization_and_costs_of_each(seven: Path) -> No
 def test_models_are_compared_on_one_device_and_those_that_do_not_fit_are_reported(seven: Path, fourteen: Path) -> None:
     small, large = plans("--model", seven, "--model", fourteen, "--accelerator", "l4")
     assert small["replicas"] >= 1
-    assert large["error"].startswith("l4 cannot serve this; the engine would refuse it: ModelTooLarge: ")
+    assert large["replica"]["gpus"] == 2
     table = plan("--model", seven, "--model", fourteen, "--accelerator", "l4")
     assert table.exit_code == 0
-    assert f"{fourteen} on l4: l4 cannot serve this" in table.stdout
+    assert f"{fourteen} on l4: a forecast: an engine of this version uses one GPU; tensorParallel 2 is" in table.stdout
+    assert "l4 cannot serve this; the engine would refuse it: ModelTooLarge: " in table.stdout
 
 
 def test_if_no_device_serves_the_load_the_exit_code_is_1(fourteen: Path) -> None:
@@ -118,8 +119,7 @@ def test_utilization_is_the_load_divided_by_the_capacity_of_the_chosen_replicas(
 
 def test_for_a_model_that_does_not_fit_other_devices_and_quantizations_are_named(fourteen: Path) -> None:
     result = plan("--model", fourteen, "--accelerator", "l4")
-    assert result.exit_code == 2
-    known = result.stderr.partition(" Of the known devices, it fits on ")[2]
+    known = result.stdout.partition(" Of the known devices, it fits on ")[2]
     devices, _, remedy = known.partition("; ")
     assert {"a100-80gb", "h200"} <= set(devices.split(", "))
     assert "mi300x" not in devices, "no pod runs there"
@@ -283,7 +283,7 @@ def test_models_that_fit_on_a_24_gb_card(tmp_path: Path) -> None:
     folders = [write_outline(tmp_path / str(at), config) for at, config in enumerate(PUBLISHED.values())]
     models = [word for folder in folders for word in ("--model", folder)]
     seven, fourteen, packed = plans(*models, "--accelerator", "l4", rps=0.2, input=4000, output=300)
-    assert "error" in fourteen
+    assert "ModelTooLarge" in fourteen["replica"]["chosenRanks"]["reason"]
     assert 13 < seven["replica"]["weightBytes"] / 1024**3 < 15
     assert 8 < packed["replica"]["weightBytes"] / 1024**3 < 13
     for each in (seven, packed):

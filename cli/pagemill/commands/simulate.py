@@ -134,6 +134,8 @@ class SimulateCommand(CommandWithOptions):
                 options = ReplicaOptions(self.fit, subject.accelerator, self.model, self.measure_s, show_progress)
                 config = engine_config(found, options)
                 replica = replica_of(found, options, *usual_lengths(traffic, config.max_model_len))
+                if self.fast and replica.shape.step_time.stages > 1:
+                    raise PlanError("--fast: knows no stages (pipelineParallel); leave it out")
                 settings = fleet_of(found, config, replica, bounds, slo, fleet_options, self.seed)
                 offered = Offered(traffic, generator, replica.shape)
                 policies = policies_of(self.policy or [], section, settings, slo, offered)
@@ -142,7 +144,7 @@ class SimulateCommand(CommandWithOptions):
                     figures_of(each, slo_ttft_ms=slo.ttft_ms, slo_tpot_ms=slo.tpot_ms)
                     for each in run(traffic, settings, policies, folder, fast=self.fast)
                 ]
-                simulated.append(Simulated(replica, settings, figures, price_of(subject, prices)))
+                simulated.append(Simulated(replica, settings, figures, price_of(subject, prices, len(replica.ranks))))
         except PlanError as error:
             typer.echo(printable(f"error: {error}"), err=True)
             raise typer.Exit(2) from None

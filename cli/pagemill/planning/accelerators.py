@@ -11,6 +11,26 @@ GIB = 1024**3
 _TERA = 1e12
 
 
+DEVICES_PER_NODE = 8
+
+
+class Link(NamedTuple):
+    """A connection of a device; what is sent passes it once."""
+
+    name: str
+    bytes_per_s: float
+    """In each direction: data sheets give both together, for networks each."""
+
+
+NVLINK_3 = Link("NVLink of 600 GB/s", 0.3 * _TERA)
+NVLINK_4 = Link("NVLink of 900 GB/s", 0.45 * _TERA)
+NVLINK_5 = Link("NVLink of 1,800 GB/s", 0.9 * _TERA)
+INFINITY_FABRIC = Link("Infinity Fabric of 896 GB/s", 0.448 * _TERA)
+PCIE_4 = Link("PCIe of 64 GB/s", 0.032 * _TERA)
+NETWORK_100 = Link("a network of 100 Gbit/s", 0.0125 * _TERA)
+NETWORK_400 = Link("a network of 400 Gbit/s", 0.05 * _TERA)
+
+
 class Accelerator(NamedTuple):
     name: str
     products: tuple[str, ...]
@@ -26,6 +46,10 @@ class Accelerator(NamedTuple):
     capability: tuple[int, int] | None
     """NVIDIA's compute capability; `None` for a device of another maker, for which the engine has no kernels."""
     has_fp8: bool
+    link: Link
+    """To the other devices of its node."""
+    network: Link
+    """To devices of other nodes, as each device has in the makers' systems."""
     source: str
 
 
@@ -39,6 +63,8 @@ ACCELERATORS = (
         624 * _TERA,
         (8, 0),
         False,
+        NVLINK_3,
+        NETWORK_100,
         "NVIDIA A100 Tensor Core GPU data sheet, A100 40GB: 1,555 GB/s, 312 TFLOPS bfloat16, 624 TOPS int8",
     ),
     Accelerator(
@@ -50,6 +76,8 @@ ACCELERATORS = (
         624 * _TERA,
         (8, 0),
         False,
+        NVLINK_3,
+        NETWORK_100,
         "NVIDIA A100 Tensor Core GPU data sheet, A100 80GB SXM: 2,039 GB/s, 312 TFLOPS bfloat16, 624 TOPS int8",
     ),
     Accelerator(
@@ -61,6 +89,8 @@ ACCELERATORS = (
         4500 * _TERA,
         (10, 0),
         True,
+        NVLINK_5,
+        NETWORK_400,
         "NVIDIA DGX B200 data sheet, an eighth of the system: 180 GB, 8 TB/s, 9 PFLOPS fp8 with sparsity, half of it "
         "without, half of that in bfloat16",
     ),
@@ -73,6 +103,8 @@ ACCELERATORS = (
         1979 * _TERA,
         (9, 0),
         True,
+        NVLINK_4,
+        NETWORK_400,
         "NVIDIA H100 Tensor Core GPU data sheet, H100 SXM: 3.35 TB/s, 1,979 TFLOPS bfloat16 and 3,958 TFLOPS fp8 with "
         "sparsity, half of it without",
     ),
@@ -85,6 +117,8 @@ ACCELERATORS = (
         1979 * _TERA,
         (9, 0),
         True,
+        NVLINK_4,
+        NETWORK_400,
         "NVIDIA H200 Tensor Core GPU data sheet, H200 SXM: 141 GB, 4.8 TB/s, 1,979 TFLOPS bfloat16 and 3,958 TFLOPS "
         "fp8 with sparsity, half of it without",
     ),
@@ -97,6 +131,8 @@ ACCELERATORS = (
         242.5 * _TERA,
         (8, 9),
         True,
+        PCIE_4,
+        NETWORK_100,
         "NVIDIA L4 Tensor Core GPU data sheet: 24 GB, 300 GB/s, 242 TFLOPS bfloat16 and 485 TFLOPS fp8 with sparsity, "
         "half without",
     ),
@@ -109,6 +145,8 @@ ACCELERATORS = (
         733 * _TERA,
         (8, 9),
         True,
+        PCIE_4,
+        NETWORK_100,
         "NVIDIA L40S GPU data sheet: 48 GB, 864 GB/s, 362 TFLOPS bfloat16 and 733 TFLOPS fp8 without sparsity",
     ),
     Accelerator(
@@ -120,6 +158,8 @@ ACCELERATORS = (
         2614.9 * _TERA,
         None,
         True,
+        INFINITY_FABRIC,
+        NETWORK_400,
         "AMD Instinct MI300X data sheet: 192 GB, 5.3 TB/s, 1,307.4 TFLOPS bfloat16, 2,614.9 TFLOPS fp8",
     ),
 )

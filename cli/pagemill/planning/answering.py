@@ -7,15 +7,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from pagemill.planning.choosing import Subject, seconds, show_progress
-from pagemill.planning.errors import PlanError
+from pagemill.planning.errors import DeviceTooSmall, PlanError
 from pagemill.planning.forecast import Forecast, PlannedWorkload, forecast, is_positive, of_users
 from pagemill.planning.placement import note_of
 from pagemill.planning.prices import Prices, price_of
-from pagemill.planning.replica import PlannedReplica, ReplicaOptions, replica_of
+from pagemill.planning.ranks.chosen_ranks import ChosenRanks, choose_ranks
+from pagemill.planning.replica import (
+    PlannedReplica,
+    ReplicaOptions,
+    can_choose,
+    divided_replicas,
+    replica_of,
+)
 from pagemill.planning.simulated_latencies import SimulatedLatencies, simulate_latencies
 from pagemill.planning.users import Users
 from pagemill_operator.autoscaler.settings import Slo
@@ -50,6 +58,13 @@ class PlanAnswer(NamedTuple):
     """A remark about the device."""
     is_of_file: bool = True
     """Whether a file describes the deployment; otherwise only its model is known."""
+    ranks: ChosenRanks | None = None
+    """The choice of several devices for a model that does not fit on one."""
+
+    @property
+    def is_served(self) -> bool:
+        """Whether engines of this version run so: on one device, for which there are kernels, or on CPUs."""
+        return self.note is None
 
 
 class AnswerOrError(NamedTuple):
@@ -80,9 +95,23 @@ def answer(question: Question, subject: Subject, *, simulates: bool = True) -> P
     load, slo = question.load, question.slo
     options = ReplicaOptions(question.fit, subject.accelerator, subject.model, question.measure_s, show_progress)
     found, most = subject.loaded.plan, most_of(subject)
-    replica = replica_of(found, options, load.input_tokens, load.output_tokens)
-    workload = load if question.users is None else of_users(replica, load, question.users, slo, most)
-    result = forecast(replica, workload, slo, most, price_of(subject, question.prices))
+
+    def weigh(replica: PlannedReplica) -> tuple[PlannedWorkload, Forecast]:
+        workload = load if question.users is None else of_users(replica, load, question.users, slo, most)
+        price = price_of(subject, question.prices, len(replica.ranks))
+        return workload, forecast(replica, workload, slo, most, price)
+
+    chosen = None
+    try:
+        replica = replica_of(found, options, load.input_tokens, load.output_tokens)
+    except DeviceTooSmall as error:
+        if question.fit is not None or not can_choose(found, options):
+            raise
+        planned = partial(divided_replicas, found, options, load.tokens)
+        chosen = choose_ranks(planned, lambda each: weigh(each)[1], error)
+        assert chosen.chosen.replica is not None, "only ranks that hold the model are chosen"
+        replica = chosen.chosen.replica
+    workload, result = weigh(replica)
     simulated = None
     # The latency of an overloaded replica has no bound, and the simulation knows no partly cached prompts.
     if simulates and result.chosen.ttft_ms is not None and not workload.cached_tokens:
@@ -91,9 +120,9 @@ def answer(question: Question, subject: Subject, *, simulates: bool = True) -> P
             replica.shape, workload.input_tokens, workload.output_tokens, rate, slo.share, overlaps=replica.overlaps
         )
     on_device = subject.accelerator is not None
-    gpus = found.groups[0].process.gpus or int(on_device)
-    note = note_of(subject.accelerator) if subject.accelerator is not None else None
-    return PlanAnswer(found, replica, workload, slo, result, simulated, gpus, note, subject.is_of_file)
+    gpus = max(found.groups[0].process.gpus, len(replica.ranks) or 1) if on_device else 0
+    note = note_of(subject.accelerator, len(replica.ranks)) if subject.accelerator is not None else None
+    return PlanAnswer(found, replica, workload, slo, result, simulated, gpus, note, subject.is_of_file, chosen)
 
 
 def most_of(subject: Subject) -> int:

@@ -75,8 +75,7 @@ def _meeting(compared: Compared) -> list[Priced]:
     for each in compared.plans:
         subject, answer = each.subject, each.answer
         if answer is not None and answer.forecast.needed is not None:
-            is_served = subject.accelerator is None or subject.accelerator.capability is not None
-            found.append(Priced(subject.label, [subject.device], role_table.MIXED, is_served, cost_of(answer)))
+            found.append(Priced(subject.label, [subject.device], role_table.MIXED, answer.is_served, cost_of(answer)))
     return found + [
         Priced(pair.prefill.label, pair.devices, role_table.ROLES, False, chosen.cost)
         for pair in compared.pairs or ()
@@ -204,6 +203,8 @@ def _remark(found: PlanAnswer | None) -> str:
     if found is None:
         return ""
     words = [found.note] if found.note else []
+    if found.ranks is not None:
+        words.append(found.ranks.reason)
     if found.forecast.needed is None:
         words.append(report.refusal(found.slo, found.forecast))
     return "; ".join(words)

@@ -6,20 +6,23 @@ and other devices or quantizations that fit.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
 
 from pagemill.planning.accelerators import ACCELERATORS, Accelerator
-from pagemill.planning.errors import PlanError
+from pagemill.planning.errors import DeviceTooSmall, PlanError
 from pagemill.planning.headers import Header
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.sizing.budget import MemoryPlan, Sizes, plan_memory
+from pagemill_engine.sizing.budget import MemoryPlan, RankSizes, Sizes, plan_memory
 from pagemill_engine.sizing.memory import MemoryState
 from pagemill_engine.sizing.step_limits import choose_step_limits
 from pagemill_engine.weights.errors import LoadError
+from pagemill_models.spec.model_spec import ModelSpec
 
 OTHER_MAKER = "for comparison of data sheets only: the engine's kernels need NVIDIA's devices, so no pod can run on it"
+SEVERAL_DEVICES = "a forecast: an engine of this version uses one GPU"
 _FEWER_BITS = ("int8", "int4")
 _MEMORY_REASONS = ("ModelTooLarge", "StepTooLarge", "KVCacheTooLarge", "KVCacheTooSmall")
 
@@ -29,39 +32,69 @@ class GpuPlacement(NamedTuple):
     """The engine's settings, with the step limits that it chooses on this device."""
     sizes: Sizes
     memory: MemoryPlan
+    """With ranks that of the tightest one's device."""
+    ranks: tuple[RankSizes, ...] = ()
+    """The parts of several devices."""
+    tightest: int | None = None
 
 
 def place(accelerator: Accelerator, config: EngineConfig, header: Header) -> GpuPlacement:
     """Return the placement. Raises `PlanError` if the model does not fit on the accelerator."""
     _check_fp8(accelerator, config)
-    if config.num_ranks > 1:
-        raise PlanError(
-            f"{accelerator.name} cannot serve this: spec.engine.tensorParallel {config.tensor_parallel_size} and "
-            f"pipelineParallel {config.pipeline_parallel_size} divide models among processes on CPUs only in this "
-            "version. Set both to 1, or plan with step times of a CPU (--fit)."
-        )
     try:
         return _place(accelerator, config, header)
     except LoadError as error:
-        remedy = _remedy(accelerator, config, header) if error.reason in _MEMORY_REASONS else ""
-        raise PlanError(
+        lacks_memory = error.reason in _MEMORY_REASONS
+        remedy = _remedy(accelerator, config, header) if lacks_memory and config.num_ranks == 1 else ""
+        raise (DeviceTooSmall if lacks_memory else PlanError)(
             f"{accelerator.name} cannot serve this; the engine would refuse it: {error.reason}: {error.message}{remedy}"
         ) from None
 
 
-def note_of(accelerator: Accelerator) -> str | None:
-    """Return a remark about the device; `None` if there is none."""
-    return OTHER_MAKER if accelerator.capability is None else None
+def check_groups(spec: ModelSpec, tensor_parallel: int) -> None:
+    """Raise `PlanError` if ranks would hold the same key/value heads, which is never chosen."""
+    groups = min((each.num_kv_heads for each in spec.decoder.attentions()), default=0)
+    if groups < tensor_parallel:
+        raise PlanError(f"{groups} groups of key/value heads are fewer than {tensor_parallel} ranks")
+
+
+def note_of(accelerator: Accelerator, num_ranks: int) -> str | None:
+    """Return why no pod can run so; `None` if one can."""
+    if accelerator.capability is None:
+        return OTHER_MAKER
+    return SEVERAL_DEVICES if num_ranks > 1 else None
 
 
 def _place(accelerator: Accelerator, config: EngineConfig, header: Header) -> GpuPlacement:
-    from pagemill_engine.sizing.sizing import sizes_on_gpu  # imports torch, which other plans do not need
+    from pagemill_engine.sizing.sizing import ranks_on_gpu, sizes_on_gpu  # imports torch, which other plans do not need
 
     spec = header.spec
     sizes = sizes_on_gpu(config, header.path, spec)
     free = MemoryState(accelerator.memory_bytes, accelerator.memory_bytes, process_bytes=0, is_gpu=True)
+    if config.num_ranks > 1:
+        return _place_ranks(config, spec, sizes, ranks_on_gpu(config, header.path, spec), free)
     limited = choose_step_limits(config, spec, sizes, free)
     return GpuPlacement(limited, sizes, plan_memory(limited, spec, sizes, free))
+
+
+def _place_ranks(
+    config: EngineConfig, spec: ModelSpec, whole: Sizes, ranks: Sequence[RankSizes], free: MemoryState
+) -> GpuPlacement:
+    """Return the placement of ranks that have a device each. All have as many blocks as the tightest one has room for.
+
+    Each is planned as if it sampled, which only one of them does. Raises `LoadError`.
+    """
+    from pagemill_engine.sizing.rank_parts import together  # imports what reads weights
+
+    heaviest = max(ranks, key=lambda each: each.sizes.weight_bytes)
+    limited = choose_step_limits(config, heaviest.spec, heaviest.sizes, free)
+    sizes = together(whole, ranks)
+    if config.kv_cache_memory_bytes is not None:  # that of all together, as on CPUs
+        num_blocks = config.kv_cache_memory_bytes // (sizes.kv_bytes_per_token * config.block_size)
+        limited = msgspec.structs.replace(limited, num_kv_blocks=max(1, num_blocks))
+    plans = [plan_memory(limited, each.spec, each.sizes, free) for each in ranks]
+    memory = min(plans, key=lambda each: (each.num_blocks, each.budget.free_bytes))
+    return GpuPlacement(limited, sizes, memory, tuple(ranks), plans.index(memory))
 
 
 def _check_fp8(accelerator: Accelerator, config: EngineConfig) -> None:

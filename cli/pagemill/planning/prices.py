@@ -49,8 +49,16 @@ def _name_of(subject: Subject) -> str | None:
     return None if subject.accelerator is None else subject.accelerator.name
 
 
-def price_of(subject: Subject, prices: Prices) -> float | None:
-    """Return the price of one replica per hour; `None` if it is unknown."""
-    price = prices.get(_name_of(subject), prices.get(None))
-    spec = subject.loaded.deployment.spec
-    return price if price is not None or spec.cost is None else spec.cost.of_replica(spec.resources.gpus)
+def price_of(subject: Subject, prices: Prices, num_ranks: int = 0) -> float | None:
+    """Return the price of one replica per hour; `None` if it is unknown.
+
+    That of a named accelerator is the price of one of the devices, of which several ranks have one each.
+    """
+    of_device, spec = prices.get(_name_of(subject)), subject.loaded.deployment.spec
+    if of_device is not None and subject.accelerator is not None:
+        return max(1, num_ranks) * of_device
+    price = prices.get(None)
+    if price is not None or spec.cost is None:
+        return price
+    has_devices = subject.accelerator is not None and num_ranks > 0
+    return spec.cost.of_replica(num_ranks if has_devices else spec.resources.gpus)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,8 +17,9 @@ import msgspec
 from pagemill.planning.accelerators import Accelerator
 from pagemill.planning.errors import PlanError
 from pagemill.planning.headers import Header, header_of
+from pagemill.planning.links.exchange import Exchange, exchange_of
 from pagemill.planning.measuring import SingleRequestLatency, measure
-from pagemill.planning.placement import place
+from pagemill.planning.placement import check_groups, place
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.ipc.messages import MemoryBudget
 from pagemill_engine.server.fit import RUNTIME_BYTES
@@ -78,6 +79,21 @@ def _step_time(body: Any) -> Any:
     return body
 
 
+class Division(NamedTuple):
+    """How many processes or devices share a model."""
+
+    tensor_parallel: int
+    pipeline_parallel: int
+
+    @property
+    def size(self) -> int:
+        return self.tensor_parallel * self.pipeline_parallel
+
+    def __str__(self) -> str:
+        stages = f" x pipelineParallel {self.pipeline_parallel}" if self.pipeline_parallel > 1 else ""
+        return f"tensorParallel {self.tensor_parallel}{stages}"
+
+
 class PlannedReplica(NamedTuple):
     shape: Shape
     """The autoscaler's description of the replica."""
@@ -100,6 +116,10 @@ class PlannedReplica(NamedTuple):
     ranks: tuple[RankSizes, ...] = ()
     """The parts of several processes."""
     ranks_of_stage: int = 1
+    exchange: Exchange | None = None
+    """What the ranks send to each other, on devices whose links are known."""
+    tightest_rank: int | None = None
+    """The rank whose device has room for fewest blocks, which limits all."""
 
 
 class ReplicaOptions(NamedTuple):
@@ -126,6 +146,31 @@ def replica_of(plan: Plan, options: ReplicaOptions, input_tokens: int, output_to
             return _on_accelerator(options.accelerator, config, header, fit, f"from {options.fit}", length)
         assert fit is not None
         return _on_cpu(memory_bytes, config, header, fit, f"from {options.fit}", length)
+
+
+def can_choose(plan: Plan, options: ReplicaOptions) -> bool:
+    """Whether the number of devices is open: of accelerators, unless the settings divide the model."""
+    return options.accelerator is not None and engine_config(plan, options).num_ranks == 1
+
+
+def divided_replicas(
+    plan: Plan, options: ReplicaOptions, length: int, numbers: Iterable[Division]
+) -> dict[Division, PlannedReplica | PlanError]:
+    """Return the replica of each number of ranks on an accelerator, or why there is none. `length`: of a request."""
+    accelerator, config = options.accelerator, engine_config(plan, options)
+    found: dict[Division, PlannedReplica | PlanError] = {}
+    assert accelerator is not None, "a machine's own devices are given by the settings"
+    with header_of(config.model, _field(options)) as header:
+        for ranks in numbers:
+            tensor, stages = ranks
+            one = msgspec.structs.replace(config, tensor_parallel_size=tensor, pipeline_parallel_size=stages)
+            try:
+                check_groups(header.spec, tensor)
+                with _engines_refusals():
+                    found[ranks] = _on_accelerator(accelerator, one, header, None, "", length)
+            except PlanError as error:
+                found[ranks] = error
+    return found
 
 
 def check_length(input_tokens: int, output_tokens: int, max_model_len: int | None) -> None:
@@ -157,16 +202,25 @@ def _on_accelerator(
     length: int,
 ) -> PlannedReplica:
     placement = place(accelerator, config, header)
-    config, sizes = placement.config, placement.sizes
+    config, sizes, ranks = placement.config, placement.sizes, placement.ranks
+    exchange = exchange_of(accelerator, ranks, config.tensor_parallel_size) if ranks else None
     if fit is None:
         in_8_bits = config.quantization in SCALED
         most = config.step.max_num_batched_tokens
         fit = step_time(accelerator, header.spec, sizes, most, in_8_bits=in_8_bits)
+        if exchange is not None:
+            fit = shared_step_time(fit, sizes, ranks, exchange, accelerator)
         fit_from = f"computed from a data sheet, not measured: {accelerator.source}"
     memory = placement.memory
     cache = _divided(config, header.spec, memory.num_blocks, sizes)
     replica = _replica(config, header.spec, sizes, memory, fit, accelerator.name, fit_from, cache)
-    return _holding(replica, cache, length)._replace(overlaps=config.overlap is not False)
+    return _holding(replica, cache, length)._replace(
+        overlaps=config.overlap is not False or config.pipeline_parallel_size > 1,
+        ranks=ranks,
+        ranks_of_stage=config.tensor_parallel_size,
+        exchange=exchange,
+        tightest_rank=placement.tightest,
+    )
 
 
 def _on_cpu(
@@ -177,6 +231,7 @@ def _on_cpu(
 
     spec = header.spec
     ranks = ranks_here(config, header.path, spec)
+    fit = msgspec.structs.replace(fit, stages=config.pipeline_parallel_size)
     sizes = together(sizes_here(config, header.path, spec), ranks)
     memory = plan_memory(config, spec, sizes, _pod_memory(memory_bytes) if memory_bytes else measure_memory(), ranks)
     device = "CPU with resources.memory" if memory_bytes else "CPU with the memory of this machine"
@@ -335,10 +390,34 @@ def step_time(
         knots_tokens=knots,
         knot_ms=[STEP_OVERHEAD_MS + max(read_ms(tokens), token_ms * tokens) for tokens in knots],
         decode_context_ms=sizes.kv_bytes_per_token / bytes_per_ms,
-        chunk_context_ms=4
-        * sum(each.num_heads * each.head_dim for each in spec.decoder.attentions())
-        / attention_per_ms,
+        chunk_context_ms=4 * _attended(spec) / attention_per_ms,
     )
+
+
+def shared_step_time(
+    whole: StepTimeParams, sizes: Sizes, ranks: Sequence[RankSizes], exchange: Exchange, accelerator: Accelerator
+) -> StepTimeParams:
+    """Return the times of a stage of a model that ranks share. `whole`, `sizes`: as if one device had all of it.
+
+    The rank with most weights, and the one with most heads, sets the pace of all.
+    """
+    part = max(each.sizes.weight_bytes for each in ranks) / max(1, sizes.weight_bytes)
+    cached = max(each.sizes.kv_bytes_per_token for each in ranks)
+    attended = [_attended(each.spec) for each in ranks]
+    return msgspec.structs.replace(
+        whole,
+        knot_ms=[
+            STEP_OVERHEAD_MS + part * (ms - STEP_OVERHEAD_MS) + exchange.ms(tokens)
+            for tokens, ms in zip(whole.knots_tokens, whole.knot_ms, strict=True)
+        ],
+        decode_context_ms=cached / (accelerator.bytes_per_s * MEMORY_SHARE / 1000),
+        chunk_context_ms=whole.chunk_context_ms * max(attended) / max(1, sum(attended)),
+        stages=exchange.stages,
+    )
+
+
+def _attended(spec: ModelSpec) -> int:
+    return sum(each.num_heads * each.head_dim for each in spec.decoder.attentions())
 
 
 def _multiplied(spec: ModelSpec) -> int:

@@ -10,6 +10,8 @@ import msgspec
 from pagemill.columns import columns
 from pagemill.planning.answering import PlanAnswer
 from pagemill.planning.forecast import Forecast, ForecastRow, PlannedWorkload
+from pagemill.planning.links.exchange import Exchange
+from pagemill.planning.ranks.chosen_ranks import ChosenRanks
 from pagemill.planning.simulated_latencies import SimulatedLatencies
 from pagemill.planning.users import Users
 from pagemill.printable import printable
@@ -45,6 +47,9 @@ def body_of(answer: PlanAnswer) -> dict[str, Any]:
                 }
                 for each in replica.ranks
             ],
+            "exchange": None if replica.exchange is None else _exchange_body(replica.exchange, shape.max_step_tokens),
+            "tightestRank": replica.tightest_rank,
+            "chosenRanks": None if answer.ranks is None else _chosen_body(answer.ranks),
             "numBlocks": shape.num_blocks,
             "blockSize": shape.block_size,
             "maxModelLen": replica.max_model_len,
@@ -65,6 +70,26 @@ def body_of(answer: PlanAnswer) -> dict[str, Any]:
         "candidates": [_candidate(row) for row in forecast.rows],
         "stepTimeFrom": replica.step_time_from,
         "stepTime": msgspec.to_builtins(shape.step_time),
+    }
+
+
+def _exchange_body(exchange: Exchange, max_step_tokens: int) -> dict[str, Any]:
+    return {
+        "link": exchange.link._asdict(),
+        "between": exchange.between._asdict() if exchange.stages > 1 else None,
+        "sums": exchange.sums,
+        "bytesPerToken": exchange.bytes_per_token,
+        "sentBytesPerToken": exchange.sent_bytes(1),
+        "sentBytesOfLargestStep": exchange.sent_bytes(max_step_tokens),
+        "decodeMs": exchange.ms(1),
+    }
+
+
+def _chosen_body(ranks: ChosenRanks) -> dict[str, Any]:
+    return {
+        "tensorParallel": ranks.chosen.ranks.tensor_parallel,
+        "pipelineParallel": ranks.chosen.ranks.pipeline_parallel,
+        "reason": ranks.reason,
     }
 
 
@@ -121,7 +146,14 @@ def _properties(answer: PlanAnswer) -> list[tuple[str, str]]:
     if replica.ranks:
         from pagemill_engine.sizing.rank_parts import describe_ranks  # imports what reads weights
 
-        rows[2:2] = [("processes", line) for line in describe_ranks(replica.ranks, replica.ranks_of_stage)]
+        lines = describe_ranks(replica.ranks, replica.ranks_of_stage)
+        rows[2:2] = [("processes" if replica.exchange is None else "devices", line) for line in lines]
+        if replica.exchange is not None:
+            rows.insert(2 + len(lines), ("exchange", _exchange(replica.exchange, shape.max_step_tokens)))
+        if replica.tightest_rank is not None and len({each.sizes for each in replica.ranks}) > 1:
+            rows.insert(2 + len(lines), ("tightest", f"rank {replica.tightest_rank}, whose device limits the KV cache"))
+    if answer.ranks is not None:
+        rows.insert(1, ("ranks", answer.ranks.reason))
     if replica.budget is not None:
         free = f"{_size(replica.budget.free_bytes)} of {_size(replica.budget.limit_bytes)} left in full use"
         rows.insert(3, ("memory", free))
@@ -133,6 +165,20 @@ def _properties(answer: PlanAnswer) -> list[tuple[str, str]]:
         busy = f"{workload.answering:.3g} of {workload.users.num_users} wait for an answer on average (Little's law)"
         rows.insert(0, ("users", f"{workload.requests_per_s:.3g} requests/s; {busy}"))
     return rows
+
+
+def _exchange(exchange: Exchange, max_step_tokens: int) -> str:
+    """Return what ranks send to each other in words."""
+    words = []
+    if exchange.ranks > 1:
+        words.append(f"{exchange.sums} sums a step over {exchange.link.name}")
+    if exchange.stages > 1:
+        words.append(f"{exchange.stages} stages over {exchange.between.name}")
+    largest = _size(exchange.sent_bytes(max_step_tokens))
+    return (
+        f"{' and '.join(words)}, each of {exchange.bytes_per_token / 1024:.0f} KiB per token: "
+        f"{exchange.sent_bytes(1) / 1024:.0f} KiB per token and rank, {largest} in the largest step"
+    )
 
 
 def _head(slo: Slo, forecast: Forecast) -> list[str]:

@@ -72,6 +72,7 @@ def _engine(shape: Shape, length: int, overlaps: bool) -> EngineConfig:
         max_num_batched_tokens=shape.max_step_tokens,
         max_num_waiting=REQUESTS,
         overlap=overlaps,
+        pipeline_parallel_size=shape.step_time.stages,
     )
 
 

@@ -105,4 +105,5 @@ def _engine(config: EngineConfig, replica: PlannedReplica) -> EngineConfig:
         max_num_batched_tokens=shape.max_step_tokens,
         step_time=shape.step_time,
         overlap=replica.overlaps,
+        pipeline_parallel_size=shape.step_time.stages,
     )

@@ -100,6 +100,7 @@ class NullRunner:
             overlaps=True,
             masks_tokens=False,
             serves_adapters=serves_adapters,
+            stages=config.pipeline_parallel_size,
         )
         return cls(info, config.step_time or DEFAULT_STEP_TIME, clock=clock, sleep=sleep)
 
@@ -118,7 +119,8 @@ class NullRunner:
         self._busy_until_s = max(self._clock(), self._busy_until_s) + predicted_ms / 1000
         logprobs = dict(self._logprobs(token_ids)) if self._with_logprobs else {}
         prompts = {name: self._of_prompt(targets) for name, targets in plan.prompt_targets.items()}
-        return NullHandle(token_ids, logprobs, prompts, self._busy_until_s)
+        done_at_s = self._busy_until_s + (self._info.stages - 1) * predicted_ms / 1000  # in the later stages
+        return NullHandle(token_ids, logprobs, prompts, done_at_s)
 
     def wait(self, handle: NullHandle) -> StepResult:
         left_s = handle.done_at_s - self._clock()

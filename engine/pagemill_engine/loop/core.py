@@ -77,7 +77,7 @@ class EngineCore:
 
             self.adapters = AdapterRequests(runner.info.adapters, self.scheduler, self.grammar_requests)
         self.step_time = StepTimeModel(self.scheduler.limits.max_num_batched_tokens)
-        self.step_timer = StepTimer()
+        self.step_time.stages, self.step_timer = runner.info.stages, StepTimer()
         self.overlaps = runner.info.overlaps if config.overlap is None else config.overlap
         self.expected_step_ms = 0.0
         """Predicted time of the steps that were begun and not reported, or 0. Other threads read it."""
@@ -234,7 +234,7 @@ class EngineCore:
         self._last_read_s = now_s
         if self._proposals is not None:
             self._proposals.record_step(step.plan, self._step_ms - draft_ms)
-        self.step_timer.observe(self.step_time, step.plan, self._step_ms - draft_ms, now_s)
+        self.step_timer.observe(self.step_time, step.plan, self._step_ms - draft_ms, now_s, len(self._in_flight))
 
     def _report(self, step: Launched | None) -> StepOutputs:
         expected_ms = 0.0

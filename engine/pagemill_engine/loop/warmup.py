@@ -127,8 +127,10 @@ class Calibration:
         self._sample_ms[size] = _measure_ms(self._core, 1, size, credible_ms if size <= BATCH_SIZE else math.inf)
 
     def _fit(self) -> None:
-        samples = [StepSample(size, 0, 0, ms) for size, ms in self._sample_ms.items()]
-        self._core.step_time = StepTimeModel.from_calibration(samples, self._largest, self._decode_ms or 0.0)
+        stages = self._core.step_time.stages  # each step was measured alone
+        samples = [StepSample(size, 0, 0, ms / stages) for size, ms in self._sample_ms.items()]
+        self._core.step_time = StepTimeModel.from_calibration(samples, self._largest, (self._decode_ms or 0.0) / stages)
+        self._core.step_time.stages = stages
         self._num_steps = self._core.num_steps
         _reset_side_effects(self._core)
 

@@ -109,11 +109,14 @@ def describe_ranks(ranks: Sequence[RankSizes], tensor_parallel_size: int) -> lis
 
 def _describe(members: Sequence[RankSizes], first: int) -> str:
     heads = [each.spec.num_kv_heads for each in members]
-    sizes = ", ".join(
-        f"rank {first + number} {each.sizes.weight_bytes / 1024**2:.0f} MiB and "
-        f"{each.sizes.kv_bytes_per_token / 1024:.1f} KiB per token"
-        for number, each in enumerate(members)
-    )
+    texts = [
+        f"{each.sizes.weight_bytes / 1024**2:.0f} MiB and {each.sizes.kv_bytes_per_token / 1024:.1f} KiB per token"
+        for each in members
+    ]
+    if len(members) > 2 and len(set(texts)) == 1:
+        sizes = f"ranks {first} to {first + len(members) - 1} each {texts[0]}"
+    else:
+        sizes = ", ".join(f"rank {first + number} {text}" for number, text in enumerate(texts))
     if len(set(heads)) == 1:
         return sizes
     busiest = max(heads) * len(heads) / sum(heads)

@@ -87,7 +87,15 @@ def ranks_here(config: EngineConfig, path: Path, spec: ModelSpec) -> list[RankSi
     """Return what each of several processes on this machine holds; none for one process. Raises `LoadError`."""
     if config.num_ranks == 1:
         return []
-    storage = storage_forms(choose_compute(config, spec))
+    return _rank_sizes(config, path, spec, storage_forms(choose_compute(config, spec)))
+
+
+def ranks_on_gpu(config: EngineConfig, path: Path, spec: ModelSpec) -> list[RankSizes]:
+    """Return what each of several NVIDIA devices holds, which need not be present. Raises `LoadError`."""
+    return _rank_sizes(config, path, spec, gpu_storage_forms(config))
+
+
+def _rank_sizes(config: EngineConfig, path: Path, spec: ModelSpec, storage: StorageForms) -> list[RankSizes]:
     weights = _weights(config, path, spec, storage)
     return rank_sizes(config, weights, spec, lambda own, part: sizes_of(config, own, part, storage))
 

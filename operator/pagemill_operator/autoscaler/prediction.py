@@ -17,7 +17,7 @@ from statistics import NormalDist
 import msgspec
 
 from pagemill_operator.autoscaler.signals import Shape
-from pagemill_protocol.report.step_time import StepTimeModel
+from pagemill_protocol.report.step_time import StepTimeModel, in_rounds
 
 MAX_ROUNDS = 200
 CONVERGED = 1e-4
@@ -72,6 +72,9 @@ class Predictor:
 
     def __init__(self, shape: Shape, share: float, model: StepTimeModel | None = None) -> None:
         """`share` is the percentile of the latencies, 0 to 1; `model` is that of the shape's step times, if built."""
+        if (stages := shape.step_time.stages) > 1:
+            most = (stages + 1) * shape.max_step_tokens
+            shape = msgspec.structs.replace(shape, step_time=in_rounds(shape.step_time), max_step_tokens=most)
         self._shape = shape
         self.share = share
         self._model = StepTimeModel.from_params(shape.step_time) if model is None else model

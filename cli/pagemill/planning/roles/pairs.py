@@ -67,7 +67,10 @@ def _pair_answer(
     question: Question, prefill: tuple[Subject, PlanAnswer], decode: tuple[Subject, PlanAnswer], gbit_per_s: float
 ) -> PairAnswer:
     subjects, plans = (prefill[0], decode[0]), (prefill[1], decode[1])
-    money = [price_of(subject, question.prices) for subject in subjects]
+    money = [
+        price_of(subject, question.prices, len(plan.replica.ranks))
+        for subject, plan in zip(subjects, plans, strict=True)
+    ]
     gpus = (plans[0].gpus, plans[1].gpus)
     if money[0] is None or money[1] is None:
         prices = Prices(float(gpus[0] or 1), float(gpus[1] or 1), is_money=False)

@@ -24,6 +24,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from pagemill_protocol.report.state import StepTimeParams
@@ -77,6 +78,23 @@ class StepTimePieces(NamedTuple):
     chunk_context_ms: float
 
 
+def in_rounds(params: StepTimeParams) -> StepTimeParams:
+    """Return the times of rounds: all steps in flight, of which each has an equal part of the tokens.
+
+    A request decodes once in a round. An engine has one step more in flight than it has stages, so that none waits for
+    the scheduler; a request alone passes all stages one after the other.
+    """
+    if params.stages <= 1 or not params.knots_tokens:
+        return params
+    steps = params.stages + 1
+    return msgspec.structs.replace(
+        params,
+        knots_tokens=[1, *(steps * knot for knot in params.knots_tokens)],
+        knot_ms=[params.stages * params.knot_ms[0], *(steps * ms for ms in params.knot_ms)],
+        stages=1,
+    )
+
+
 def default_knots(max_num_tokens: int) -> list[int]:
     """Return knots that are dense for few tokens, then powers of two up to `max_num_tokens`."""
     knots = list(FEW_TOKENS)
@@ -98,6 +116,8 @@ class StepTimeModel:
         """The numbers that predictions use."""
         self.tokens_per_decode = 1.0
         """Tokens that a decode samples in a step, as the engine reported."""
+        self.stages = 1
+        """Stages that compute different steps at the same time. Predictions are of one stage."""
         self._error_p50 = 0.0
         self._error_p95 = 0.0
         self._num_observed = 0
@@ -136,6 +156,7 @@ class StepTimeModel:
         model._error_p50 = _finite(params.error_p50)
         model._error_p95 = _finite(params.error_p95)
         model.tokens_per_decode = max(1.0, _finite(params.tokens_per_decode))
+        model.stages = max(1, params.stages)
         model._publish()
         return model
 
@@ -234,6 +255,7 @@ class StepTimeModel:
             error_p95=self._error_p95,
             tokens_per_decode=tokens_per_decode,
             computed_per_decode=computed_per_decode,
+            stages=self.stages,
         )
 
     def _row(self, sample: StepSample) -> Vector:

@@ -1,0 +1,1 @@
+"""What devices that share a model send to each other."""

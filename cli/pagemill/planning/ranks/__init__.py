@@ -1,0 +1,1 @@
+"""The choice of how many devices share a model."""
