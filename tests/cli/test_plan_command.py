@@ -487,7 +487,7 @@ def test_a_file_without_step_times_is_refused(file: Path, tmp_path: Path, conten
         ({"resources": {"memory": "64Mi"}}, "the engine would refuse this: ModelTooLarge"),
         (
             {"model": {"source": "oci://127.0.0.1:9/name"}},
-            "spec.model.source: `oci://127.0.0.1:9/name`: 127.0.0.1:9 cannot be reached",
+            "spec.model.source: `oci://127.0.0.1:9/name`: http://127.0.0.1:9 cannot be reached",
         ),
         ({"model": {"source": "pvc://claim/model"}}, "spec.model.source: `pvc://claim/model`"),
     ],
