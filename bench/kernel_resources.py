@@ -278,8 +278,9 @@ MASKS = {"window": Mask(window=1024), "soft cap": Mask(soft_cap=50.0), "ALiBi": 
 
 
 def cases() -> list[Case]:
-    """Return the shapes of Llama-3.2-1B (heads of 64), Llama-3.1-8B and Qwen3-0.6B (128), and of Gemma's kind (256)."""
-    heads = {64: (32, 8), 128: (32, 8), 256: (16, 8)}
+    """Return the shapes of Llama-3.2-1B (heads of 64), Llama-3.1-8B and Qwen3-0.6B (128), of Gemma's kind (256) and of
+    Gemma 4's layers with full attention (512)."""
+    heads = {64: (32, 8), 128: (32, 8), 256: (16, 8), 512: (32, 4)}
     attention_cases = [
         Case(f"attention {kind}, heads of {head_dim}", attend(requests, tokens, head_dim, heads[head_dim]), True)
         for head_dim in heads

@@ -86,7 +86,7 @@ def test_hidden_keys_take_no_part(first_key: int) -> None:
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 70), st.integers(0, 90)), min_size=1, max_size=6),
     heads=st.sampled_from([(1, 1), (9, 3), (8, 2), (4, 4), (32, 1)]),
-    head_dim=st.sampled_from([16, 64, 96, 128, 256]),
+    head_dim=st.sampled_from([16, 64, 96, 128, 256, 512]),
     block_size=st.sampled_from([16, 32]),
     window=st.sampled_from([None, 1, 7, 16, 40, 1000]),
     seed=st.integers(0, 2**31),

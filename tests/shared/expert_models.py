@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from family_models import write_model
+from family_models import GEMMA4, write_model
 from greedy_families import Family, family_of
 
 VOCAB_SIZE = 256
@@ -89,6 +89,17 @@ NEW: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_num_shared_experts": 1,
             "num_hidden_layers": 4,
             "moe_layer_interval": 2,
+        },
+    ),
+    "gemma4 with experts": (
+        "Gemma4ForCausalLM",
+        {
+            **GEMMA4,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 40,
         },
     ),
     "glm4_moe": ("Glm4MoeForCausalLM", {**GLM, "use_qk_norm": True, "attention_bias": True, "head_dim": 24}),

@@ -216,10 +216,26 @@ ODD_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 WINDOWED = {**LLAMA, "num_hidden_layers": 4, "sliding_window": 24}
+GEMMA4 = {
+    **LLAMA,
+    "num_hidden_layers": 7,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2 + ["full_attention"],
+    "head_dim": 24,
+    "global_head_dim": 40,
+    "sliding_window": 24,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "final_logit_softcapping": 12.0,
+}
 NEW: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere2": ("Cohere2ForCausalLM", {**WINDOWED, "logit_scale": 1.5}),
     "ernie4_5": ("Ernie4_5ForCausalLM", {**LLAMA, "head_dim": 24, "use_bias": True}),
     "exaone4": ("Exaone4ForCausalLM", WINDOWED),
+    "gemma4": ("Gemma4ForCausalLM", {**GEMMA4, "num_kv_shared_layers": 3, "use_double_wide_mlp": True}),
+    "gemma4 of one kind of value": (
+        "Gemma4ForCausalLM",
+        {**GEMMA4, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    ),
     "glm4": ("Glm4ForCausalLM", {**LLAMA, "head_dim": 24, "pad_token_id": 0}),
     "hunyuan_v1_dense": (
         "HunYuanDenseV1ForCausalLM",
@@ -267,7 +283,7 @@ def write_model(
             if parameter_name.endswith(("bias", "sinks")):
                 parameter.normal_(0, 0.2)
             elif parameter.dim() == 1:
-                parameter.normal_(0 if name.startswith("Gemma") else 1, 0.2)
+                parameter.normal_(0 if name.startswith(("Gemma2", "Gemma3", "GemmaF")) else 1, 0.2)
             elif tied_experts and parameter_name.endswith("gate.weight"):
                 parameter[1::2] = parameter[: len(parameter) // 2 * 2 : 2]
         if not config.tie_word_embeddings:
@@ -275,5 +291,7 @@ def write_model(
         for buffer_name, buffer in model.named_buffers():
             if buffer_name.endswith("e_score_correction_bias"):
                 buffer.normal_(0, 0.2)
+            elif buffer_name.endswith("layer_scalar"):
+                buffer.normal_(1, 0.2)
     model.save_pretrained(folder)
     return model

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import transformers
-from family_models import LLAMA, VOCAB_SIZE
+from family_models import GEMMA4, LLAMA, VOCAB_SIZE
 from hybrid_models import EXPERTS
 from hybrid_models import QWEN as HYBRID
 
@@ -35,6 +35,20 @@ QWEN = {**TEXT, "head_dim": 16, "rope_parameters": ROPE}
 GEMMA = {**TEXT, "num_hidden_layers": 6, "head_dim": 24, "sliding_window": 24, "query_pre_attn_scalar": 32}
 MODELS: dict[str, dict[str, Any]] = {
     "Gemma3ForConditionalGeneration": {"text_config": GEMMA, "vision_config": VISION, "mm_tokens_per_image": 4},
+    "Gemma4ForConditionalGeneration": {
+        "text_config": {**GEMMA4, "num_kv_shared_layers": 3, "vocab_size": VOCAB_SIZE, "initializer_range": 0.3},
+        "vision_config": {**VISION, "head_dim": 16, "position_embedding_size": 64},
+        "audio_config": None,
+    },
+    "Gemma4UnifiedForConditionalGeneration": {
+        "text_config": {
+            **{key: each for key, each in GEMMA4.items() if not key.endswith("per_layer_input")},
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "vocab_size": VOCAB_SIZE,
+            "initializer_range": 0.3,
+        },
+    },
     "Mistral3ForConditionalGeneration": {
         "text_config": {**TEXT, "model_type": "mistral", "head_dim": 24, "tie_word_embeddings": False},
         "vision_config": {**VISION, "model_type": "pixtral", "head_dim": 16},
@@ -76,7 +90,7 @@ def write_multimodal(name: str, folder: Path) -> Any:
             if parameter_name.endswith(("bias", "A_log")):
                 parameter.normal_(-3 if parameter_name.endswith("A_log") else 0, 0.2)
             elif parameter.dim() == 1:
-                parameter.normal_(0 if name.startswith("Gemma") else 1, 0.2)
+                parameter.normal_(0 if name.startswith("Gemma3") else 1, 0.2)
             elif parameter.dim() == 3:
                 parameter.normal_(0, 0.3)
     model.save_pretrained(folder)

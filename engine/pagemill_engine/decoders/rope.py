@@ -18,6 +18,7 @@ from pagemill_models.declaration.rope_scaling import (
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
+    ProportionalScaling,
     RopeScaling,
     YarnScaling,
 )
@@ -103,6 +104,9 @@ def _scaled(
             return _llama3(frequencies, scaling), 1.0
         case YarnScaling():
             return _yarn(periods, head_dim, theta, scaling), scaling.attention_factor
+        case ProportionalScaling():
+            turning = np.arange(head_dim // 2) < int(scaling.share * head_dim // 2)
+            return np.where(turning, frequencies / np.float32(scaling.factor), np.float32(0)), 1.0
         case LongRopeScaling():
             is_long = max_positions > scaling.original_max_position_embeddings
             divisors = np.array(scaling.long_factor if is_long else scaling.short_factor, dtype=np.float32)

@@ -88,11 +88,16 @@ def read_bias(source: TensorSource, spec: LinearSpec, dtype: FloatType, order: A
 
 def read_norm(source: TensorSource, spec: NormSpec, name: str, dtype: FloatType, order: Array | None = None) -> Array:
     """Return a norm's tensor. `name`: weight or bias. `order`: the stored index of each value."""
-    # A sum with an offset is not rounded to the type in which the stored weight was exact.
-    offset = spec.weight_offset if name == "weight" else 0.0
-    vector = read_tensor(source, f"{spec.name}.{name}", (spec.size,), "float32" if offset else dtype)
+    if name == "bias":
+        vector = read_tensor(source, f"{spec.name}.bias", (spec.size,), dtype)
+        return vector if order is None else vector[order]
+    if spec.stored is None:
+        return np.ones(spec.size, dtype=NUMPY_TYPES[dtype])
+    # What is computed of a stored weight is not rounded to the type in which that was exact.
+    exact = spec.weight_offset == 0.0 and spec.factor == 1.0
+    vector = read_tensor(source, f"{spec.name}.{spec.stored}", (spec.size,), dtype if exact else "float32")
     vector = vector if order is None else vector[order]
-    return vector + np.float32(offset) if offset else vector
+    return vector if exact else vector * np.float32(spec.factor) + np.float32(spec.weight_offset)
 
 
 def read_tensor(source: TensorSource, name: str, shape: tuple[int, ...], dtype: FloatType) -> Array:

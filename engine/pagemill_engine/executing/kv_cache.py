@@ -91,7 +91,8 @@ class KVCache:
         self.cache_kinds = cache_kinds
         self._counts = [num_blocks] if isinstance(num_blocks, int) else list(num_blocks)
         shapes = spec.cache_shapes
-        all_layers = () if any(each.layers for each in cache_kinds) else tuple(range(len(shapes)))
+        own = tuple(layer for layer, (heads, _) in enumerate(shapes) if heads) or tuple(range(len(shapes)))
+        all_layers = () if any(each.layers for each in cache_kinds) else own
         self._layers_of = [each.layers or all_layers for each in cache_kinds]
         self._shares_memory = shares_memory and len(cache_kinds) > 1
         self._block_size = block_size
@@ -142,7 +143,8 @@ class KVCache:
             for layer, blocks in zip(layers, own.layers, strict=True)
         }
         arrays = {layer: _state_arrays(each, found[layer], logs[layer]) for layer, each in self._states.items()}
-        self.layers = [arrays[layer] if layer in arrays else found[layer] for layer in range(len(self._shapes))]
+        nothing = np.empty(0, dtypes[0])
+        self.layers = [arrays.get(layer, found.get(layer, nothing)) for layer in range(len(self._shapes))]
 
     def _logs_of(self, spec: StateSpec) -> tuple[Array, Array]:
         """Return the logs of all rows of a recurrent layer, and the last inputs of its convolution."""

@@ -51,6 +51,10 @@ def choose_tiles(head_dim: int, group: int, dtype: torch.dtype, cached: torch.dt
     """
     rows = max(16, triton.next_power_of_2(group))
     is_large = launch.shared_bytes() >= LARGE_SHARED_BYTES
+    if head_dim > 256:
+        if dtype == torch.float32:
+            return AttentionTiles(rows, 16, 8, 1)
+        return AttentionTiles(rows, 32, 8, 1) if is_decode else AttentionTiles(max(rows, 32), 16, 8, 1)
     if dtype == torch.float32 and head_dim > 128:
         return AttentionTiles(rows, 16, 4, 2) if is_decode else AttentionTiles(max(rows, 32), 16, 8, 2)
     has_codes = cached in LARGEST_CODES

@@ -22,7 +22,7 @@ from pagemill_kernels.paged_attention.batch import DECODE_LIMIT, AttentionBatch
 from pagemill_kernels.paged_attention.tiles import SPLIT_TOKENS, AttentionTiles, choose_splits, choose_tiles
 from pagemill_kernels.request_rows.layout import DeviceStepInputs
 
-MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
+MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 512
 MAX_GROUP = 64
 
 

@@ -93,7 +93,7 @@ def _has_parts(layer: LayerSpec) -> bool:
     sum."""
     branches = _branches(layer)
     blocks = [branch.block for branch in branches]
-    if len(blocks) != 2 or any(residual.norm is not None for residual in layer.residuals):
+    if len(blocks) != 2 or any((each.norm, each.sum_norm, each.factor) != (None,) * 3 for each in layer.residuals):
         return False
     # Parallel branches must not read what the other has added, so their input must be a copy.
     if len(layer.residuals) == 1 and any(branch.norm is None for branch in branches):
@@ -111,8 +111,12 @@ def _is_plain_attention(block: object) -> bool:
         return False
     if block.norms_behind_rotation or block.query_growth is not None:
         return False
+    if block.key_parts != 2 or block.value_norm is not None:
+        return False
     return block.causal and block.soft_cap is None and block.alibi_slopes is None
 
 
 def _is_plain_mlp(block: object) -> bool:
-    return isinstance(block, MLPSpec) or (isinstance(block, MoESpec) and block.shared is None and block.gating is None)
+    if isinstance(block, MLPSpec):
+        return block.layer_input is None
+    return isinstance(block, MoESpec) and {block.shared, block.gating, block.norm, block.router_norm} == {None}

@@ -57,8 +57,10 @@ class Attention:
         self.output = Linear(spec.output, ops, dtype, number + 1)
         self.query_norm = _head_norm(spec.query_norm, spec, ops, dtype)
         self.key_norm = _head_norm(spec.key_norm, spec, ops, dtype)
+        self.value_norm = None if spec.value_norm is None else Norm(spec.value_norm, ops, dtype)
         self.ops = ops
-        self._index, self._rotation = index, rotation
+        self._index = index if spec.cache_layer is None else spec.cache_layer
+        self._rotation = rotation
         self._num_heads, self._head_dim = spec.num_heads, spec.head_dim
         self._extras: dict[str, Any] = {} if spec.soft_cap is None else {"soft_cap": spec.soft_cap}
         self.sinks = None if spec.sinks is None else VectorWeights(spec.sinks, (spec.num_heads,), ops)
@@ -68,7 +70,8 @@ class Attention:
     def layers(self) -> Iterator[Layer]:
         yield self.qkv
         yield self.output
-        yield from (each for each in (self.query_norm, self.key_norm, self.sinks) if each is not None)
+        others = (self.query_norm, self.key_norm, self.value_norm, self.sinks)
+        yield from (each for each in others if each is not None)
 
     def inner(self, x: Tensor, context: ForwardContext) -> Tensor:
         num_tokens, num_heads = x.shape[0], self._num_heads
@@ -77,6 +80,8 @@ class Attention:
         gates = heads[:, -num_heads:]
         if self.spec.gated:
             heads = heads[:, :-num_heads].contiguous()
+        if self.spec.values_are_keys:
+            heads = torch.cat([heads, heads[:, num_heads:]], 1)
         query = heads[:, :num_heads]
         cache = context.vectors(self._index)
         # The whole step's keys and values are stored first, so that a prefix hit within the step reads them.
@@ -94,6 +99,11 @@ class Attention:
         """Normalise and rotate queries and keys in place as declared, and write keys and values into the cache."""
         num_heads, slots = self._num_heads, context.kv_slots[self.spec.window]
         rotation = None if self._rotation is None else context.rotations[self._rotation]
+        if self.spec.cache_layer is not None:
+            self._turn_queries(heads, rotation, context)
+            return
+        if self.value_norm is not None:
+            _normalize(self.value_norm, heads[:, num_heads + self.spec.num_kv_heads :], context)
         if self.spec.norms_behind_rotation and rotation is not None:
             self.ops.rotate(heads[:, : num_heads + self.spec.num_kv_heads], *rotation)
             rotation = None
@@ -109,6 +119,13 @@ class Attention:
             self.ops.store(heads, num_heads, cache, slots)
         else:
             self.ops.rope_and_store(heads, num_heads, *rotation, cache, slots)
+
+    def _turn_queries(self, heads: Tensor, rotation: tuple[Tensor, Tensor] | None, context: ForwardContext) -> None:
+        """Normalise and rotate queries, whose keys and values another layer has stored."""
+        if self.query_norm is not None:
+            _normalize(self.query_norm, heads, context)
+        if rotation is not None:
+            self.ops.rotate(heads, *rotation)
 
     def _norms_of_heads(self) -> HeadNorms | None:
         """Return the norms if both are RMS norms of single heads, which can be computed in the pass of the rotation."""
@@ -193,6 +210,17 @@ class MLP:
 
     def activate(self, x: Tensor, context: ProductContext) -> Tensor:
         return self._activate(self.up(x, context))
+
+
+class LayerInputMLP(MLP):
+    """An MLP whose inner values are multiplied by the inputs of its layer."""
+
+    def inner(self, x: Tensor, context: ForwardContext) -> Tensor:
+        first = self.spec.layer_input
+        assert first is not None
+        assert context.layer_inputs is not None
+        inputs = context.layer_inputs[:, first : first + self.spec.intermediate_size]
+        return self.activate(x, context) * inputs
 
 
 def growth(spec: QueryGrowth, positions: Tensor) -> Tensor:

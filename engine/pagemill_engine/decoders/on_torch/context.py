@@ -66,6 +66,9 @@ class ForwardContext:
     """The adapters of the step's tokens."""
     group: RankGroup[Tensor] | None = None
     """The ranks that compute this model together."""
+    layer_inputs: Tensor | None = None
+    """What the model's layers read of the tokens beside the hidden states (`LayerInputsSpec`), [tokens, layers x
+    size]."""
     states: Any = None
     """The step's rows for recurrent layers, as `Ops.plan_states` returns them; None: the model has none."""
 

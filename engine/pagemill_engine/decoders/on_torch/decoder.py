@@ -7,17 +7,18 @@ with a norm.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from pagemill_engine.decoders.on_torch.blocks import MLP, Attention, DeltaRule, LayerBlock, ShortConvolution
+from pagemill_engine.decoders.on_torch.blocks import MLP, Attention, DeltaRule, LayerBlock, LayerInputMLP, ShortConvolution
 from pagemill_engine.decoders.on_torch.context import ALONE, ForwardContext, ProductContext
 from pagemill_engine.decoders.on_torch.encoder_attention import EncoderAttention
 from pagemill_engine.decoders.on_torch.experts import MoE
 from pagemill_engine.decoders.on_torch.latent_attention import LatentAttention
-from pagemill_engine.decoders.on_torch.layers import Embedding, HasWeights, Layer, Linear, Norm, Table
+from pagemill_engine.decoders.on_torch.layers import Embedding, HasWeights, Layer, Linear, Norm, Table, VectorWeights
 from pagemill_kernels.registry import Ops
 from pagemill_models.declaration.caches import DeltaRuleSpec, ShortConvolutionSpec
 from pagemill_models.declaration.declaration import (
@@ -27,6 +28,7 @@ from pagemill_models.declaration.declaration import (
     DecoderSpec,
     DenseSpec,
     LatentAttentionSpec,
+    LayerInputsSpec,
     LayerSpec,
     LinearSpec,
     MatrixSpec,
@@ -54,7 +56,7 @@ class LayerBuilder:
         if isinstance(spec, MoESpec):
             return MoE(spec, self._ops, self._dtype, number)
         if isinstance(spec, MLPSpec):
-            return MLP(spec, self._ops, self._dtype, number)
+            return (MLP if spec.layer_input is None else LayerInputMLP)(spec, self._ops, self._dtype, number)
         if isinstance(spec, DeltaRuleSpec):
             return DeltaRule(spec, self._ops, self._dtype, number, layer)
         if isinstance(spec, ShortConvolutionSpec):
@@ -77,6 +79,17 @@ class LayerBuilder:
         entry, first_row = spec.embedding, None if spec.vocabulary is None else spec.vocabulary[0]
         table = LinearSpec(entry.size, (MatrixSpec(name=entry.name, rows=entry.num_rows),))
         return Embedding(table, self._ops, self._dtype, self._numbers[True, entry.name], first_row)
+
+    def layer_inputs(self, spec: DecoderSpec) -> LayerInputs | None:
+        found, first_row = spec.embedding.layer_inputs, None if spec.vocabulary is None else spec.vocabulary[0]
+        if found is None:
+            return None
+        table = Embedding(found.table, self._ops, self._dtype, self._numbers[False, found.name], first_row)
+        projection = Linear(found.projection, self._ops, self._dtype, self._number(found.projection))
+        return LayerInputs(found, table, projection, Norm(found.norm, self._ops, self._dtype))
+
+    def factor(self, name: str | None) -> VectorWeights | None:
+        return None if name is None else VectorWeights(name, (1,), self._ops)
 
     def table(self, spec: PositionsSpec | TokenTypesSpec | None, size: int) -> Table | None:
         return None if spec is None else Table(spec.name, spec.num_rows, size, self._ops, self._dtype)
@@ -110,15 +123,18 @@ class Branch:
         """Add the block's output for x to `hidden` in place."""
         if self.adds and context.group is None:
             self.block.output.add_to(hidden, self.block.inner(x, context), context)
-            return
+        else:
+            hidden.add_(self.whole(x, context, hidden.dtype), alpha=self.scale)
+
+    def whole(self, x: Tensor, context: ForwardContext, dtype: torch.dtype) -> Tensor:
+        """Return the normalised output of all ranks for x."""
         if context.group is None:
-            out = self.block.output(self.block.inner(x, context), context).to(hidden.dtype)
+            out = self.block.output(self.block.inner(x, context), context).to(dtype)
         else:
             out = self.partial(x, context)
             context.group.all_reduce(out)
-            out = out.to(hidden.dtype)
-        out = out if self.output_norm is None else self.output_norm(out)
-        hidden.add_(out, alpha=self.scale)
+            out = out.to(dtype)
+        return out if self.output_norm is None else self.output_norm(out)
 
     def partial(self, x: Tensor, context: ForwardContext) -> Tensor:
         """Return what this rank computes of the block's output, in float32."""
@@ -129,13 +145,13 @@ class Residual:
     def __init__(self, spec: ResidualSpec, builder: LayerBuilder, layer: int) -> None:
         shared = (_same_norm_index(spec, index) for index in range(len(spec.branches)))
         self.branches = [Branch(each, builder, layer, own) for each, own in zip(spec.branches, shared, strict=True)]
-        self.norm = builder.norm(spec.norm)
+        self.norm, self.sum_norm = builder.norm(spec.norm), builder.norm(spec.sum_norm)
+        self.factor = builder.factor(spec.factor)
 
     def layers(self) -> Iterator[Layer]:
         for branch in self.branches:
             yield from branch.layers()
-        if self.norm is not None:
-            yield self.norm
+        yield from (each for each in (self.norm, self.sum_norm, self.factor) if each is not None)
 
     def __call__(self, hidden: Tensor, context: ForwardContext) -> Tensor:
         inputs: list[Tensor] = []
@@ -147,13 +163,20 @@ class Residual:
             else:
                 # A branch must not read what another one adds.
                 inputs.append(hidden if len(self.branches) == 1 else hidden.clone())
-        if context.group is not None and len(self.branches) > 1 and all(branch.adds for branch in self.branches):
+        if self.sum_norm is not None:
+            first, *others = (
+                branch.whole(x, context, hidden.dtype) for branch, x in zip(self.branches, inputs, strict=True)
+            )
+            hidden.add_(self.sum_norm(sum(others, first)))
+        elif context.group is not None and len(self.branches) > 1 and all(branch.adds for branch in self.branches):
             out = self._partial(inputs, context)
             context.group.all_reduce(out)
             hidden.add_(out.to(hidden.dtype))
         else:
             for branch, x in zip(self.branches, inputs, strict=True):
                 branch.add(hidden, x, context)
+        if self.factor is not None:
+            hidden.mul_(self.factor.values.to(hidden.dtype))
         return hidden if self.norm is None else self.norm(hidden).to(hidden.dtype)
 
     def _partial(self, inputs: list[Tensor], context: ForwardContext) -> Tensor:
@@ -162,6 +185,23 @@ class Residual:
         for other in others:
             first += other
         return first
+
+
+class LayerInputs:
+    """What layers read of a token beside its hidden state, computed of its embedding."""
+
+    def __init__(self, spec: LayerInputsSpec, table: Embedding, projection: Linear, norm: Norm) -> None:
+        self.table, self.projection, self.norm = table, projection, norm
+        self._spec = spec
+
+    def layers(self) -> Iterator[Layer]:
+        yield from (self.table, self.projection, self.norm)
+
+    def __call__(self, token_ids: Tensor, embedded: Tensor, context: ForwardContext) -> Tensor:
+        """Return the inputs of all layers, [tokens, layers x size]. embedded: [tokens, hidden]."""
+        projected = self.projection(embedded, context).to(embedded.dtype)
+        normed = self.norm(projected.view(-1, self._spec.norm.size)).view(projected.shape)
+        return (normed + self.table(token_ids, context) * self._spec.scale) * 0.5**0.5
 
 
 class DecoderLayer:
@@ -223,6 +263,7 @@ class Decoder:
         self.positions = None if around is None else builder.table(around.positions, size)
         self.token_types = None if around is None else builder.table(around.token_types, size)
         self.embedding_norm = None if around is None else builder.norm(around.norm)
+        self.layer_inputs = None if around is None else builder.layer_inputs(declared)
         self.layers = [DecoderLayer(layer, builder, number) for number, layer in enumerate(declared.layers)]
         self.norm = builder.norm(declared.norm)
         self.head_projection = None if head is None else builder.linear(head.projection)
@@ -237,6 +278,8 @@ class Decoder:
         """Yield all layers with weights, the embedding first and the head last."""
         before = (self.embedding, self.embedding_projection, self.positions, self.token_types, self.embedding_norm)
         yield from (layer for layer in (*before, self.norm, self.head_projection) if layer is not None)
+        if self.layer_inputs is not None:
+            yield from self.layer_inputs.layers()
         for layer in self.layers:
             yield from layer.layers()
         if self.classifier is not None:
@@ -251,6 +294,8 @@ class Decoder:
     def forward_layers(self, layers: Iterable[DecoderLayer], token_ids: Tensor, context: ForwardContext) -> Tensor:
         """Compute hidden states as a call does, but only with these layers."""
         hidden = self.embed(token_ids, context)
+        if self.layer_inputs is not None:
+            context = replace(context, layer_inputs=self.layer_inputs(token_ids, hidden, context))
         self.kept = []
         for number, layer in enumerate(layers):
             if number in self.keeps_before:

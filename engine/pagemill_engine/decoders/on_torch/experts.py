@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pagemill_engine.decoders.on_torch.blocks import MLP
 from pagemill_engine.decoders.on_torch.context import ForwardContext, ProductContext
-from pagemill_engine.decoders.on_torch.layers import Layer, Linear, VectorWeights
+from pagemill_engine.decoders.on_torch.layers import Layer, Linear, Norm, VectorWeights
 from pagemill_engine.decoders.tensors import TensorSource
 from pagemill_kernels.adapters.rows import ExpertRows
 from pagemill_kernels.experts.parts import ExpertParts, FusedExperts, Gate, Gating
@@ -88,6 +88,10 @@ class MoE:
         self._ops, self._dtype = ops, dtype
         gating = spec.gating
         bias = None if gating is None else gating.bias
+        self.norm = None if spec.norm is None else Norm(spec.norm, ops, dtype)
+        self.router_norm = None if spec.router_norm is None else Norm(spec.router_norm, ops, dtype)
+        scales = spec.expert_scales
+        self.scales = None if scales is None else VectorWeights(scales, (len(spec.experts),), ops)
         self.choice_bias = None if bias is None else VectorWeights(bias, (len(spec.experts),), ops)
         self.gating = None if gating is None else Gating(
             gating.scores, gating.num_groups, gating.top_groups, gating.best_of_group, gating.scale
@@ -100,8 +104,8 @@ class MoE:
     def layers(self) -> Iterator[Layer]:
         yield self.router
         yield self.experts
-        if self.choice_bias is not None:
-            yield self.choice_bias
+        others = (self.choice_bias, self.norm, self.router_norm, self.scales)
+        yield from (each for each in others if each is not None)
         if self.shared is not None:
             yield from self.shared.layers()
 
@@ -114,7 +118,10 @@ class MoE:
         return out
 
     def add_to(self, out: Tensor, x: Tensor, context: ProductContext) -> None:
-        chosen, weights = self._route(self.router(x, context))
+        chosen, weights = self._route(self.router(x if self.router_norm is None else self.router_norm(x), context))
+        if self.scales is not None:
+            weights = weights * self.scales.values[chosen]
+        x = x if self.norm is None else self.norm(x)
         self.experts.add_to(out, x, chosen, weights, context)
         if self.shared is not None:
             self.shared.add_to(out, x, context)

@@ -212,7 +212,7 @@ void attend(const AttentionArgs& args, const WorkItem& item, Scratch& scratch) {
 
 using namespace pagemill;
 
-// head_dim: a multiple of 16, at most 256. block_size: a multiple of 16. num_heads / num_kv_heads: at most 48.
+// head_dim: a multiple of 16, at most 512. block_size: a multiple of 16. num_heads / num_kv_heads: at most 48.
 extern "C" void pagemill_paged_attention(const AttentionArgs* arguments) {
   const AttentionArgs& args = *arguments;
   const int64_t group = args.num_heads / args.num_kv_heads;

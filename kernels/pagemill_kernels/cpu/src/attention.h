@@ -8,7 +8,7 @@
 namespace pagemill {
 
 constexpr int64_t kMaxRows = 48;  // of an item: query tokens times the heads that share a key/value head
-constexpr int64_t kMaxHeadDim = 256;
+constexpr int64_t kMaxHeadDim = 512;
 constexpr int64_t kSpan = 4 * kPanel;  // context tokens between two updates of a row's maximum
 
 // One key/value head of one request for a tile of query tokens.

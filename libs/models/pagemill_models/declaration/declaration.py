@@ -56,7 +56,8 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
     num_kv_heads: int
     head_dim: int
     qkv: LinearSpec
-    """Rows: all query heads, the gates of all query heads if it is gated, all key heads, all value heads."""
+    """Rows: all query heads, the gates of all query heads if it is gated, all key heads, all value heads; without the
+    last ones where `values_are_keys`, and only the first where `cache_layer` is set."""
     output: LinearSpec
     scale: float
     """Factor on the scores."""
@@ -81,15 +82,26 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
     query_growth: QueryGrowth | None = None
     gated: bool = False
     """Whether attended values are multiplied by the sigmoid of a gate, whose rows follow the queries in `qkv`."""
+    value_norm: NormSpec | None = None
+    """Of each value head."""
+    values_are_keys: bool = False
+    """Whether values are the keys before these are normalized and rotated."""
+    cache_layer: int | None = None
+    """The earlier layer whose keys and values it reads; None: it has its own."""
 
     @property
     def cache_heads(self) -> int:
         """Vectors of `head_dim` values that the cache stores per token: keys, then values."""
-        return 2 * self.num_kv_heads if self.causal else 0
+        return 2 * self.num_kv_heads if self.causal and self.cache_layer is None else 0
 
     @property
-    def cache(self) -> VectorsSpec:
-        return VectorsSpec(self.cache_heads, self.head_dim, self.window)
+    def cache(self) -> VectorsSpec | None:
+        return VectorsSpec(self.cache_heads, self.head_dim, self.window) if self.cache_layer is None else None
+
+    @property
+    def key_parts(self) -> int:
+        """Number of times that all key heads have rows in `qkv`: for keys and for values."""
+        return 0 if self.cache_layer is not None else 2 - self.values_are_keys
 
     @property
     def rotary_table_dim(self) -> int:
@@ -100,7 +112,7 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
         yield from (self.qkv, self.output)
 
     def shapes(self) -> Shapes:
-        norms = [norm for norm in (self.query_norm, self.key_norm) if norm is not None]
+        norms = [norm for norm in (self.query_norm, self.key_norm, self.value_norm) if norm is not None]
         sinks: Shapes = {} if self.sinks is None else {self.sinks: (self.num_heads,)}
         return merged(self.qkv, self.output, *norms) | sinks
 
@@ -171,6 +183,9 @@ class MLPSpec(msgspec.Struct, frozen=True, kw_only=True, tag="mlp"):
     limit: float | None = None
     """gpt-oss: upper bound of the gate; the up projection is clamped to its negative and positive, then increased
     by 1."""
+    layer_input: int | None = None
+    """Index of the token's first value of `LayerInputsSpec` by which inner values are multiplied; None: they are
+    not."""
 
     @property
     def intermediate_size(self) -> int:
@@ -223,6 +238,11 @@ class MoESpec(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
     shared: SharedExpertSpec | None = None
     gating: GatingSpec | None = None
     """Routing in place of the softmax; `renormalized` weights are then divided by their sum."""
+    norm: NormSpec | None = None
+    """Of the experts' inputs, where these are not the router's."""
+    router_norm: NormSpec | None = None
+    expert_scales: str | None = None
+    """Name of a stored tensor [experts] of factors on the weights."""
 
     @property
     def intermediate_size(self) -> int:
@@ -251,8 +271,10 @@ class MoESpec(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
         return {name for each in (self.router, gate) if each is not None for name in each.weight_shapes()}
 
     def shapes(self) -> Shapes:
-        bias = None if self.gating is None else self.gating.bias
-        return merged(*self.linears()) | ({} if bias is None else {bias: (len(self.experts),)})
+        norms = [norm for norm in (self.norm, self.router_norm) if norm is not None]
+        vectors = (None if self.gating is None else self.gating.bias, self.expert_scales)
+        of_experts: Shapes = {name: (len(self.experts),) for name in vectors if name is not None}
+        return merged(*self.linears(), *norms) | of_experts
 
 
 AnyAttentionSpec = AttentionSpec | LatentAttentionSpec
@@ -272,10 +294,13 @@ class BranchSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResidualSpec(msgspec.Struct, frozen=True):
-    """x becomes norm(x + the sum of its branches); all branches read the same x."""
+    """x becomes factor * norm(x + sum_norm(the sum of its branches)); all branches read the same x."""
 
     branches: tuple[BranchSpec, ...]
     norm: NormSpec | None = None
+    sum_norm: NormSpec | None = None
+    factor: str | None = None
+    """Name of a stored tensor [1]."""
 
 
 class LayerSpec(msgspec.Struct, frozen=True):
@@ -303,11 +328,11 @@ class LayerSpec(msgspec.Struct, frozen=True):
         for residual in self.residuals:
             for branch in residual.branches:
                 yield from (norm for norm in (branch.norm, branch.output_norm) if norm is not None)
-            if residual.norm is not None:
-                yield residual.norm
+            yield from (norm for norm in (residual.sum_norm, residual.norm) if norm is not None)
 
     def shapes(self) -> Shapes:
-        return merged(*self.blocks(), *self.norms())
+        factors: Shapes = {each.factor: (1,) for each in self.residuals if each.factor is not None}
+        return merged(*self.blocks(), *self.norms()) | factors
 
 
 class PositionsSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -325,6 +350,27 @@ class TokenTypesSpec(msgspec.Struct, frozen=True, kw_only=True):
     num_rows: int
 
 
+class LayerInputsSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What layers read of a token beside its hidden state: (scale * row of the token + norm(projection(x))) / sqrt(2).
+
+    x is the token's embedding, and the norm is over the values of one layer each.
+    """
+
+    name: str
+    """Of the table of rows, with the values of all layers."""
+    num_rows: int
+    scale: float
+    projection: LinearSpec
+    norm: NormSpec
+
+    @property
+    def table(self) -> LinearSpec:
+        return LinearSpec(self.projection.out_features, (MatrixSpec(name=self.name, rows=self.num_rows),))
+
+    def shapes(self) -> Shapes:
+        return merged(self.table, self.projection, self.norm)
+
+
 class EmbeddingSpec(msgspec.Struct, frozen=True, kw_only=True):
     """norm(projection(scale * row of the token) + positions + token types)."""
 
@@ -337,13 +383,14 @@ class EmbeddingSpec(msgspec.Struct, frozen=True, kw_only=True):
     positions: PositionsSpec | None = None
     token_types: TokenTypesSpec | None = None
     norm: NormSpec | None = None
+    layer_inputs: LayerInputsSpec | None = None
 
     def shapes(self, hidden_size: int) -> Shapes:
         shapes: Shapes = {f"{self.name}.weight": (self.num_rows, self.size)}
         for table in (self.positions, self.token_types):
             if table is not None:
                 shapes[f"{table.name}.weight"] = (table.num_rows, hidden_size)
-        return shapes | merged(*(each for each in (self.projection, self.norm) if each is not None))
+        return shapes | merged(*(each for each in (self.projection, self.norm, self.layer_inputs) if each is not None))
 
 
 class HeadSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -478,7 +525,8 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
     def caches(self) -> Iterator[tuple[int, LayerCacheSpec]]:
         """Yield what each layer caches, with the layer's number."""
         for number, layer in enumerate(self.layers):
-            yield from ((number, block.cache) for block in layer.blocks() if isinstance(block, MixerSpec))
+            mixers = (block for block in layer.blocks() if isinstance(block, MixerSpec))
+            yield from ((number, each.cache) for each in mixers if each.cache is not None)
 
     def mlps(self) -> Iterator[MLPSpec | MoESpec]:
         for layer in self.layers:
@@ -549,8 +597,10 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
             yield from block.linears()
         projection = None if self.head is None else self.head.projection
         entry = self.embedding.projection if self.embeds else None
+        of_layers = self.embedding.layer_inputs if self.embeds else None
         head = self.untied_head() if self.embeds else self.head_linear()
-        yield from (each for each in (entry, projection, head) if each is not None)
+        beside = None if of_layers is None else of_layers.projection
+        yield from (each for each in (entry, beside, projection, head) if each is not None)
         yield from (layer.linear for layer in (() if self.classifier is None else self.classifier.layers))
         yield from () if self.reads is None else self.reads.linears()
 

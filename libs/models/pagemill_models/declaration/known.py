@@ -49,6 +49,7 @@ BUILT_IN: dict[str, Names] = {
     "gemma": Names(("GemmaForCausalLM",), "gemma", ("gemma",)),
     "gemma2": Names(("Gemma2ForCausalLM",), "gemma2", ("gemma2",)),
     "gemma3": Names(("Gemma3ForCausalLM",), "gemma3_text", ("gemma3",)),
+    "gemma4": Names(("Gemma4ForCausalLM", "Gemma4UnifiedForCausalLM"), "gemma4_text"),
     "glm4": Names(("Glm4ForCausalLM",), "glm4"),
     "glm4_moe": Names(("Glm4MoeForCausalLM",), "glm4_moe"),
     "glm4_moe_lite": Names(("Glm4MoeLiteForCausalLM",), "glm4_moe_lite"),
@@ -112,6 +113,8 @@ class Multimodal(NamedTuple):
 
 MULTIMODAL: dict[str, Multimodal] = {
     "Gemma3ForConditionalGeneration": Multimodal("gemma3_text", True),
+    "Gemma4ForConditionalGeneration": Multimodal("gemma4_text", True),
+    "Gemma4UnifiedForConditionalGeneration": Multimodal("gemma4_unified_text", True),
     "InternVLForConditionalGeneration": Multimodal("qwen2", True),
     "Mistral3ForConditionalGeneration": Multimodal("mistral", True),
     "Qwen2VLForConditionalGeneration": Multimodal("qwen2_vl_text", False),
@@ -123,6 +126,7 @@ MULTIMODAL: dict[str, Multimodal] = {
 }
 """Models of which only the text part is read."""
 TEXT_TYPES: dict[str, str] = {
+    "gemma4_unified_text": "gemma4",
     "qwen2_vl_text": "qwen2",
     "qwen2_5_vl_text": "qwen2",
     "qwen3_vl_text": "qwen3",

@@ -76,14 +76,18 @@ class NormSpec(msgspec.Struct, frozen=True, kw_only=True):
     eps: float
     kind: Literal["rms", "layer"] = "rms"
     bias: bool = False
+    stored: str | None = "weight"
+    """Last part of the weight's name; None: nothing is stored, and values are only normalised."""
     weight_offset: float = 0.0
     """Number added to the stored weight: 1 in Gemma."""
+    factor: float = 1.0
+    """Factor on the stored weight."""
     part: NormPart | None = None
     """Set if other ranks have further values of the same norm."""
 
     def shapes(self) -> Shapes:
-        biases: Shapes = {f"{self.name}.bias": (self.size,)} if self.bias else {}
-        return {f"{self.name}.weight": (self.size,)} | biases
+        weights: Shapes = {} if self.stored is None else {f"{self.name}.{self.stored}": (self.size,)}
+        return weights | ({f"{self.name}.bias": (self.size,)} if self.bias else {})
 
 
 class HasShapes(Protocol):

@@ -16,7 +16,7 @@ import msgspec
 LEAST, MOST = 1e-6, 1e12
 """No model's settings are near these bounds; beyond them the tables would overflow to NaN."""
 POSITIVE = f"a number from {LEAST:g} to {MOST:g}"
-SUPPORTED_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+SUPPORTED_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 OLD_KINDS = {"su": "longrope"}
 _ORIGINAL = "original_max_position_embeddings"
 
@@ -91,7 +91,15 @@ class LongRopeScaling(msgspec.Struct, frozen=True, kw_only=True, tag_field="rope
     """Factor on cos and sin; where the file has none, it follows from the lengths of both contexts."""
 
 
-RopeScaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | LongRopeScaling
+class ProportionalScaling(msgspec.Struct, frozen=True, kw_only=True, tag_field="rope_type", tag="proportional"):
+    """The first `share` of the frequencies of a whole head, the highest ones, are divided by `factor`; the rest of the
+    head is not rotated (Gemma 4)."""
+
+    share: float
+    factor: float
+
+
+RopeScaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | LongRopeScaling | ProportionalScaling
 
 
 def scaled_context(scaling: RopeScaling | None, context: int) -> int:
@@ -128,6 +136,11 @@ def make_scaling(
         return DynamicScaling(
             factor=fields.positive("factor"), original_max_position_embeddings=max_position_embeddings
         )
+    if kind == "proportional":
+        share, factor = fields.optional("partial_rotary_factor"), fields.optional("factor")
+        if share is not None and share > 1:
+            raise fields.wrong("partial_rotary_factor", share, "a share from 0 to 1")
+        return ProportionalScaling(share=1.0 if share is None else share, factor=factor or 1.0)
     original = fields.length(_ORIGINAL, max_position_embeddings)
     if kind == "llama3":
         return _llama3(fields, original)

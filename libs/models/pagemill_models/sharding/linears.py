@@ -24,7 +24,7 @@ from pagemill_models.declaration.declaration import (
 Role = Literal[
     "qkv", "state_inputs", "state_rates", "query_down", "query", "latent_down", "latent_up", "output",
     "up", "down", "router", "expert_up", "expert_down", "shared_up", "shared_down", "shared_gate",
-    "embedding", "embedding_projection", "head_projection", "head", "classifier",
+    "embedding", "embedding_projection", "layer_inputs", "layer_projection", "head_projection", "head", "classifier",
 ]  # fmt: skip
 Split = Literal["rows", "columns", "vocabulary", "whole"]
 
@@ -47,6 +47,8 @@ SPLITS: dict[Role, Split] = {
     "shared_gate": "whole",
     "embedding": "vocabulary",
     "embedding_projection": "whole",
+    "layer_inputs": "vocabulary",
+    "layer_projection": "whole",
     "head_projection": "whole",
     "head": "vocabulary",
     "classifier": "whole",
@@ -138,6 +140,9 @@ def _outside(decoder: DecoderSpec) -> Iterator[tuple[Role, LinearSpec]]:
         yield "embedding", LinearSpec(entry.size, (MatrixSpec(name=entry.name, rows=entry.num_rows),))
         if entry.projection is not None:
             yield "embedding_projection", entry.projection
+        if entry.layer_inputs is not None:
+            yield "layer_inputs", entry.layer_inputs.table
+            yield "layer_projection", entry.layer_inputs.projection
     if head is not None and head.projection is not None:
         yield "head_projection", head.projection
     if (product := decoder.head_linear()) is not None:

@@ -71,8 +71,14 @@ def shard(decoder: DecoderSpec, rank: int, size: int) -> Shard:
     )
     rows = dealt(decoder.vocab_size, size)[rank]
     entry = replace(decoder.embedding, num_rows=rows[1] - rows[0])
+    if entry.layer_inputs is not None:
+        if entry.layer_inputs.num_rows != decoder.vocab_size:
+            raise ShardError(f"`{entry.layer_inputs.name}` has other rows than the vocabulary and is not divided.")
+        entry = replace(entry, layer_inputs=replace(entry.layer_inputs, num_rows=entry.num_rows))
     divided = replace(decoder, layers=layers, embedding=entry, vocabulary=rows)
-    names = {f"{entry.name}.weight"} | ({f"{decoder.head.name}.weight"} if decoder.head is not None else set())
+    names = {f"{entry.name}.weight"}
+    names |= set() if entry.layer_inputs is None else {f"{entry.layer_inputs.name}.weight"}
+    names |= ({f"{decoder.head.name}.weight"} if decoder.head is not None else set())
     for name in names & divided.shapes().keys():
         part.slices[name] = TensorSlice(0, (rows,))
     if decoder.head is not None and decoder.head.bias:
@@ -86,6 +92,12 @@ def stage(decoder: DecoderSpec, first: int, last: int) -> DecoderSpec:
     if not 0 <= first < last <= len(decoder.layers):
         raise ShardError(f"Layers {first} to {last} are no stage of a model with {len(decoder.layers)} layers.")
     ends = last == len(decoder.layers)
+    if decoder.embedding.layer_inputs is not None and (first or not ends):
+        raise ShardError(f"`{decoder.architecture}` has inputs of layers, which stages do not pass on yet.")
+    if any(isinstance(each, AttentionSpec) and each.cache_layer is not None for each in decoder.attentions()) and (
+        first or not ends
+    ):
+        raise ShardError(f"`{decoder.architecture}` has layers with the keys of others; stages do not divide it yet.")
     return replace(
         decoder,
         layers=decoder.layers[first:last],
@@ -148,7 +160,8 @@ class _Part:
         queries, keys, _ = own = heads_of(spec.num_heads, spec.num_kv_heads, self._size)[self._rank]
         size, firsts = spec.head_dim, (0, spec.num_heads, spec.num_heads + spec.num_kv_heads)
         rows = merged(
-            scaled(heads, size, first * size) for heads, first in zip((queries, keys, keys), firsts, strict=True)
+            scaled(heads, size, first * size)
+            for heads, first in list(zip((queries, keys, keys), firsts, strict=True))[: 1 + spec.key_parts]
         )
         if spec.sinks is not None:
             self.slices[spec.sinks] = TensorSlice(0, (queries,))
@@ -177,7 +190,10 @@ class _Part:
     def _mlp(self, spec: MLPSpec) -> MLPSpec:
         units, inner = units_of(spec.intermediate_size, self._size)[self._rank], spec.intermediate_size
         rows = merged((units, scaled(units, 1, inner))) if spec.gated else (units,)
-        return replace(spec, up=self._rows(spec.up, rows), down=self._columns(spec.down, (units,)))
+        first = None if spec.layer_input is None else spec.layer_input + units[0]
+        return replace(
+            spec, up=self._rows(spec.up, rows), down=self._columns(spec.down, (units,)), layer_input=first
+        )
 
     def _experts(self, spec: MoESpec) -> MoESpec:
         shared = spec.shared

@@ -190,7 +190,7 @@ def _check_heads(attention: AttentionSpec, path: Path) -> None:
             f"{attention.num_kv_heads} KV heads."
         )
     query_heads = attention.num_heads * (1 + attention.gated)
-    num_rows = (query_heads + 2 * attention.num_kv_heads) * attention.head_dim
+    num_rows = (query_heads + attention.key_parts * attention.num_kv_heads) * attention.head_dim
     if (attention.qkv.out_features, attention.output.in_features) != (
         num_rows,
         attention.num_heads * attention.head_dim,
