@@ -91,17 +91,6 @@ NEW: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_layer_interval": 2,
         },
     ),
-    "gemma4 with experts": (
-        "Gemma4ForCausalLM",
-        {
-            **GEMMA4,
-            "hidden_size_per_layer_input": 0,
-            "enable_moe_block": True,
-            "num_experts": 6,
-            "top_k_experts": 2,
-            "moe_intermediate_size": 40,
-        },
-    ),
     "glm4_moe": ("Glm4MoeForCausalLM", {**GLM, "use_qk_norm": True, "attention_bias": True, "head_dim": 24}),
     "glm4_moe_lite": (
         "Glm4MoeLiteForCausalLM",
@@ -127,6 +116,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v3": ("DeepseekV3ForCausalLM", {**LATENT, "routed_scaling_factor": 1.5}),
 }
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma4 with experts": (
+        "Gemma4ForCausalLM",
+        {
+            **GEMMA4,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 40,
+        },
+    ),
     "mixtral, one expert a token": (
         "MixtralForCausalLM",
         {**LLAMA, "num_local_experts": 8, "num_experts_per_tok": 1, "sliding_window": 24},

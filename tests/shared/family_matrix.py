@@ -74,6 +74,7 @@ _ONE_KV_HEAD: dict[str, dict[str, Any]] = {
 }
 _WINDOWS: dict[str, dict[str, Any]] = {
     "cohere2": {"sliding_window": 5},
+    "gemma4": {"sliding_window": 5},
     "exaone4": {"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"] * 2},
     "ministral3": {"sliding_window": 20},
     "olmo3": {"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"] * 2},
@@ -98,7 +99,19 @@ _ROTARY_DIMS = {"gpt_neox": 8, "phi": 8, "nemotron": 8, "stablelm": 4, "deepseek
                 "glm4_moe_lite": 8, "glm4": 12, "glm4_moe": 12, "minimax_m2": 8}  # fmt: skip
 _SHARES = {"gpt_neox": 0.25, "phi": 0.5, "nemotron": 0.5, "stablelm": 0.25, "glm4": 0.5, "glm4_moe": 0.5,
            "minimax_m2": 0.5}  # fmt: skip
-_NOT_ROTATED = ("bloom", "gpt2", "gpt_bigcode", "gptj", "ministral3", "mistral4", "mpt", "opt")
+_NOT_ROTATED = (
+    "bloom",
+    "gemma4",
+    "gemma4 of one kind of value",
+    "gemma4 with experts",
+    "gpt2",
+    "gpt_bigcode",
+    "gptj",
+    "ministral3",
+    "mistral4",
+    "mpt",
+    "opt",
+)
 """Families without other rotary scalings; GPT-J rotates, but its class has no scaling."""
 _NOT_LONG = ("glm4_moe_lite",)
 """Families whose classes count other frequencies than the rotated ones."""

@@ -66,6 +66,17 @@ GRANITE = {
     "attention_multiplier": 0.2,
     "logits_scaling": 1.5,
 }
+GEMMA4 = {
+    **LLAMA,
+    "num_hidden_layers": 7,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2 + ["full_attention"],
+    "head_dim": 32,
+    "global_head_dim": 48,
+    "sliding_window": 24,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "final_logit_softcapping": 12.0,
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2LMHeadModel", GPT2),
     "bloom": ("BloomForCausalLM", BLOOM),
@@ -77,6 +88,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3ForCausalLM", GEMMA3),
 }
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma4 of one kind of value": (
+        "Gemma4ForCausalLM",
+        {**GEMMA4, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    ),
     "gpt2 untied, relu, other scale": (
         "GPT2LMHeadModel",
         {
@@ -216,26 +231,11 @@ ODD_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 WINDOWED = {**LLAMA, "num_hidden_layers": 4, "sliding_window": 24}
-GEMMA4 = {
-    **LLAMA,
-    "num_hidden_layers": 7,
-    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2 + ["full_attention"],
-    "head_dim": 24,
-    "global_head_dim": 40,
-    "sliding_window": 24,
-    "hidden_size_per_layer_input": 16,
-    "vocab_size_per_layer_input": VOCAB_SIZE,
-    "final_logit_softcapping": 12.0,
-}
 NEW: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere2": ("Cohere2ForCausalLM", {**WINDOWED, "logit_scale": 1.5}),
     "ernie4_5": ("Ernie4_5ForCausalLM", {**LLAMA, "head_dim": 24, "use_bias": True}),
     "exaone4": ("Exaone4ForCausalLM", WINDOWED),
     "gemma4": ("Gemma4ForCausalLM", {**GEMMA4, "num_kv_shared_layers": 3, "use_double_wide_mlp": True}),
-    "gemma4 of one kind of value": (
-        "Gemma4ForCausalLM",
-        {**GEMMA4, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
-    ),
     "glm4": ("Glm4ForCausalLM", {**LLAMA, "head_dim": 24, "pad_token_id": 0}),
     "hunyuan_v1_dense": (
         "HunYuanDenseV1ForCausalLM",

@@ -78,7 +78,7 @@ def _parts_of_b(decoder: DecoderSpec, use: LinearUse, parts: Sequence[PartOfAdap
 
 
 def _whole_b(decoder: DecoderSpec, use: LinearUse, parts: Sequence[PartOfAdapter]) -> Array:
-    rows = use.spec.in_features if use.role == "embedding" else use.spec.out_features
+    rows = use.spec.in_features if use.is_table else use.spec.out_features
     whole = np.zeros((rows, sum(part.b.shape[1] for part in parts)), dtype=np.float32)
     first_rank = 0
     for part in parts:
@@ -92,7 +92,7 @@ def _whole_b(decoder: DecoderSpec, use: LinearUse, parts: Sequence[PartOfAdapter
 def row_order(decoder: DecoderSpec, use: LinearUse) -> Order | None:
     """Return the stored row of each of the executors' rows of a linear layer; None: the stored order."""
     if use.layer is None:
-        return None if use.role == "embedding" else stacked_order(use.spec, None)
+        return None if use.is_table else stacked_order(use.spec, None)
     order = None
     for block in decoder.layers[use.layer].blocks():
         if isinstance(block, AttentionSpec) and use.role == "qkv":

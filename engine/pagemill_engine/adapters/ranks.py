@@ -48,7 +48,7 @@ def _part(part: PartOfAdapter, own: LinearUse, slices: Slices) -> PartOfAdapter 
     """Return the rows of B and the columns of A that belong to what a rank has of a linear layer."""
     firsts = {stored.name: stored.first for stored in own.stored()}
     end = part.first_row + len(part.b)
-    if own.role == "embedding":
+    if own.is_table:
         (stored,) = part.use.stored()
         return PartOfAdapter(own, 0, _cut(part.a, 1, slices.get(stored.name)), part.b)
     kept = [each for each in part.use.stored() if part.first_row <= each.first < end and each.name in firsts]

@@ -64,7 +64,7 @@ def qkv_order(spec: AttentionSpec) -> Order | None:
     """Return the order of the rows of `spec.qkv`: queries, keys, values, gates. Values and gates keep theirs."""
     order = head_order(spec.rope, spec.head_dim)
     if spec.key_parts != 2:
-        assert order is None and not spec.gated
+        assert order is None
         return None
     turning = heads_order(order, spec.num_heads + spec.num_kv_heads)
     if turning is None and not spec.gated:

@@ -15,13 +15,16 @@ from msgspec.structs import replace
 
 from pagemill_engine.decoders.on_torch import blocks, latent_attention
 from pagemill_models.spec.decoders import decoder_from_config
+from pagemill_models.spec.model_files import load_model_spec
+from pagemill_models.spec.model_spec import kinds_of
 from pagemill_protocol.source_errors import SourceError
 
 LENGTHS = (1, 17, 33, 90, 150)
 CASES = {**family_models.NEW, **expert_models.NEW}
+WITH_EXPERTS = "gemma4 with experts"
 
 
-@pytest.mark.sample("glm4_moe_lite", "hunyuan_v1_moe", "minimax_m2", "mistral4", "olmo3")
+@pytest.mark.sample("gemma4", "glm4_moe_lite", "hunyuan_v1_moe", "minimax_m2", "mistral4", "olmo3")
 @pytest.mark.parametrize("name", CASES)
 def test_answers_equal_transformers(
     name: str, tmp_path: Path, runner_loader: Callable[..., Any], make_driver: Callable[[Any], Any]
@@ -32,6 +35,66 @@ def test_answers_equal_transformers(
     for settings in ({"enable_prefix_caching": False, "max_num_batched_tokens": 29}, {"waves": True}):
         results = driver.greedy(family.prompts, NUM_TOKENS, **settings)
         assert tokens_of(results) == family.expected
+
+
+def faulty(name: str) -> dict[str, Callable[[Any], None]]:
+    """Return faults of the operations that only Gemma 4 has; each takes the layers of the model."""
+
+    def attention_of(layer: Any) -> Any:
+        return layer.blocks()[0]
+
+    def values(layers: Any) -> None:
+        for layer in layers:
+            attention_of(layer).value_norm = None
+
+    def shared_keys(layers: Any) -> None:
+        for layer in layers:
+            if attention_of(layer).spec.cache_layer is not None:
+                attention_of(layer)._index -= 3
+
+    def layer_inputs(layers: Any) -> None:
+        for layer in layers:
+            block = layer.blocks()[-1]
+            block.spec = replace(block.spec, layer_input=0)
+
+    def factors(layers: Any) -> None:
+        for layer in layers:
+            layer.residuals[-1].factor = None
+
+    def scales(layers: Any) -> None:
+        for layer in layers:
+            layer.blocks()[-1].scales = None
+
+    def router(layers: Any) -> None:
+        for layer in layers:
+            layer.blocks()[-1].router_norm = layer.blocks()[-1].norm
+
+    found: dict[str, dict[str, Callable[[Any], None]]] = {
+        "gemma4": {"values": values, "shared keys": shared_keys, "layer inputs": layer_inputs, "factors": factors},
+        WITH_EXPERTS: {"scales": scales, "router": router},
+    }
+    return found[name]
+
+
+@pytest.mark.parametrize("name", ["gemma4", pytest.param(WITH_EXPERTS, marks=pytest.mark.full)])
+def test_without_an_operation_of_gemma_4_the_answers_differ(
+    name: str, tmp_path: Path, runner_loader: Callable[..., Any], make_driver: Callable[[Any], Any]
+) -> None:
+    asked = {**CASES, **expert_models.VARIANTS}[name]
+    family = family_of(write_model(*asked, tmp_path), tmp_path, VOCAB_SIZE, LENGTHS)
+    for fault in faulty(name).values():
+        runner = runner_loader(tmp_path)
+        fault(runner.model.model.layers)
+        assert tokens_of(make_driver(runner).greedy(family.prompts, NUM_TOKENS)) != family.expected
+
+
+def test_layers_that_share_keys_take_no_memory_of_their_own(tmp_path: Path) -> None:
+    write_model(*CASES["gemma4"], tmp_path)
+    spec = load_model_spec(tmp_path)
+    assert [heads for heads, _ in spec.cache_shapes] == [4, 4, 4, 4, 0, 0, 0]
+    assert spec.kv_bytes_per_token(4) == 4 * 4 * (3 * 32 + 48)
+    kinds = kinds_of(spec.decoder, 16, lambda size: 4 * size, 256)
+    assert {kind.name: kind.layers for kind in kinds} == {"full": (2,), "window-24": (0, 1, 3)}
 
 
 def without_growth(spec: Any, positions: Any) -> Any:
@@ -73,6 +136,14 @@ def test_one_number_for_each_layer_is_read_where_all_are_the_same() -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "said"),
     [
+        ("gemma4", {"use_bidirectional_attention": "all"}, "`use_bidirectional_attention`"),
+        ("gemma4", {"num_kv_shared_layers": 6}, "`num_kv_shared_layers`"),
+        (
+            "gemma4",
+            {"layer_types": ["sliding_attention", "chunked_attention", "full_attention"] * 2 + ["full_attention"]},
+            "`chunked_attention`",
+        ),
+        ("gemma4", {"per_layer_config": {"2": {"head_dim": 48}}}, "`per_layer_config`"),
         ("exaone4", {"layer_types": ["sliding_attention", "linear_attention"] * 2}, "`linear_attention`"),
         ("olmo3", {"layer_types": ["sliding_attention"] * 3}, "`layer_types`"),
         ("glm4_moe_lite", {"mlp_layer_types": ["dense", "sparse", "dense"]}, "`mlp_layer_types`"),

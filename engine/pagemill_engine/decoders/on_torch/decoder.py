@@ -13,7 +13,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pagemill_engine.decoders.on_torch.blocks import MLP, Attention, DeltaRule, LayerBlock, LayerInputMLP, ShortConvolution
+from pagemill_engine.decoders.on_torch.blocks import (
+    MLP,
+    Attention,
+    DeltaRule,
+    LayerBlock,
+    LayerInputMLP,
+    ShortConvolution,
+)
 from pagemill_engine.decoders.on_torch.context import ALONE, ForwardContext, ProductContext
 from pagemill_engine.decoders.on_torch.encoder_attention import EncoderAttention
 from pagemill_engine.decoders.on_torch.experts import MoE

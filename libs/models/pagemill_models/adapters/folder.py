@@ -150,7 +150,7 @@ class _Reader:
         rank, scale = self._settings.of(module, parameters[0] if parameters else None)
         self._check_rank(pair, rank)
         use = place.use
-        ins = use.spec.out_features if use.role == "embedding" else use.spec.in_features
+        ins = use.spec.out_features if use.is_table else use.spec.in_features
         for header, wanted in ((pair.a, (rank, ins)), (pair.b, (place.rows, rank))):
             if header.shape != wanted:
                 raise _other_shape(header, wanted)

@@ -69,7 +69,7 @@ class Modules:
             first = 0
             for part in use.spec.parts:
                 name = head.name if use.role == "head" and head is not None else part.name
-                rows = use.spec.in_features if use.role == "embedding" else part.rows
+                rows = use.spec.in_features if use.is_table else part.rows
                 for alias in _aliases(bare(name)):
                     self._places.setdefault(alias, []).append(MatrixPlace(use, first, rows))
                     self._stored[alias] = f"{part.name}.weight"

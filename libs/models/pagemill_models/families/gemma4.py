@@ -68,9 +68,7 @@ def read_config(config: ConfigValues) -> DecoderSpec:
     shared = range(text.num_own, numbers.num_layers)
     return replace(
         plain,
-        embedding=replace(
-            plain.embedding, scale=numbers.hidden_size**0.5, layer_inputs=_layer_inputs(config, text)
-        ),
+        embedding=replace(plain.embedding, scale=numbers.hidden_size**0.5, layer_inputs=_layer_inputs(config, text)),
         layers=layers,
         head=changed_head(plain, soft_cap=config.optional_number("final_logit_softcapping")),
         ignored=(*plain.ignored, *(f"layers.{index}.self_attn.{name}" for index in shared for name in unused)),
@@ -167,9 +165,7 @@ def _layer_inputs(config: ConfigValues, text: _Text) -> LayerInputsSpec | None:
         return None
     rows = config.size("vocab_size_per_layer_input", default=text.numbers.vocab_size)
     # The norm behind the projection leaves nothing of a factor on it but its effect on epsilon.
-    norm = replace(
-        text.norm("model.per_layer_projection_norm", size), eps=text.numbers.rms_norm_eps * hidden_size
-    )
+    norm = replace(text.norm("model.per_layer_projection_norm", size), eps=text.numbers.rms_norm_eps * hidden_size)
     return LayerInputsSpec(
         name="model.embed_tokens_per_layer",
         num_rows=rows,

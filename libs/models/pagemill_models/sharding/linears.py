@@ -77,6 +77,11 @@ class LinearUse(NamedTuple):
     def split(self) -> Split:
         return SPLITS[self.role]
 
+    @property
+    def is_table(self) -> bool:
+        """Whether rows are read by token ids, and nothing is multiplied."""
+        return self.role in ("embedding", "layer_inputs")
+
     def stored(self) -> list[StoredRows]:
         """Return the stored matrices, with the rows that they fill."""
         found: list[StoredRows] = []

@@ -78,7 +78,7 @@ def shard(decoder: DecoderSpec, rank: int, size: int) -> Shard:
     divided = replace(decoder, layers=layers, embedding=entry, vocabulary=rows)
     names = {f"{entry.name}.weight"}
     names |= set() if entry.layer_inputs is None else {f"{entry.layer_inputs.name}.weight"}
-    names |= ({f"{decoder.head.name}.weight"} if decoder.head is not None else set())
+    names |= {f"{decoder.head.name}.weight"} if decoder.head is not None else set()
     for name in names & divided.shapes().keys():
         part.slices[name] = TensorSlice(0, (rows,))
     if decoder.head is not None and decoder.head.bias:
@@ -191,9 +191,7 @@ class _Part:
         units, inner = units_of(spec.intermediate_size, self._size)[self._rank], spec.intermediate_size
         rows = merged((units, scaled(units, 1, inner))) if spec.gated else (units,)
         first = None if spec.layer_input is None else spec.layer_input + units[0]
-        return replace(
-            spec, up=self._rows(spec.up, rows), down=self._columns(spec.down, (units,)), layer_input=first
-        )
+        return replace(spec, up=self._rows(spec.up, rows), down=self._columns(spec.down, (units,)), layer_input=first)
 
     def _experts(self, spec: MoESpec) -> MoESpec:
         shared = spec.shared
