@@ -208,7 +208,8 @@ class LayerInputs:
         """Return the inputs of all layers, [tokens, layers x size]. embedded: [tokens, hidden]."""
         projected = self.projection(embedded, context).to(embedded.dtype)
         normed = self.norm(projected.view(-1, self._spec.norm.size)).view(projected.shape)
-        return (normed + self.table(token_ids, context) * self._spec.scale) * 0.5**0.5
+        inputs: Tensor = (normed + self.table(token_ids, context) * self._spec.scale) * 0.5**0.5
+        return inputs
 
 
 class DecoderLayer:
