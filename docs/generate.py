@@ -33,7 +33,7 @@ MODELS = (
     "supported ones. [Packages can add architectures](../how-to/add-a-model.md)."
 )
 MODELS_NOTES = """\
-- **Backends**: all families except DeepSeek and hybrids run on CPUs with the native kernels or with torch, and on
+- **Backends**: all families except DeepSeek, Gemma 4 and hybrids run on CPUs with the native kernels or with torch, and on
   NVIDIA GPUs with Triton. On CPUs, attention with ALiBi or soft caps uses torch, and does not support `int8` KV
   caches and `deterministic`.
 - **DeepSeek** stores one compressed vector per token and layer (`kv_lora_rank` + `qk_rope_head_dim` values), which

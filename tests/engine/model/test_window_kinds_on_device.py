@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from family_models import GEMMA3, write_model
+from family_models import GEMMA3, GEMMA4, write_model
 from triton_device import DEVICE
 
 from pagemill_engine.config import EngineConfig
@@ -57,6 +57,21 @@ def runner(folder: Path, runner_loader: Callable[..., Any]) -> Any:
 @pytest.fixture(scope="module")
 def on_cpu(folder: Path, runner_loader: Callable[..., Any]) -> Any:
     return runner_loader(folder, backend="cpu", max_num_seqs=4)
+
+
+@pytest.mark.full
+def test_gemma_4_gives_the_answers_of_the_cpu(
+    tmp_path: Path, runner_loader: Callable[..., Any], make_driver: Callable[[Any], Any]
+) -> None:
+    """Heads of two sizes, and layers that read the keys of others."""
+    kinds = ["sliding_attention", "full_attention"] * 2
+    own = {"num_hidden_layers": 4, "layer_types": kinds, "num_kv_shared_layers": 2, "global_head_dim": 32}
+    write_model("Gemma4ForCausalLM", {**GEMMA4, **WINDOWED, **own}, tmp_path)
+    answers = [
+        answers_of(make_driver(runner_loader(tmp_path, max_num_seqs=4, **place)))
+        for place in ({"device": "cuda"}, {"backend": "cpu"})
+    ]
+    assert_alike(*answers)
 
 
 def answers_of(driver: Any, **settings: Any) -> Answers:
