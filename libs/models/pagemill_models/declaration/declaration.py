@@ -18,35 +18,12 @@ from pagemill_models.declaration.matrices import LinearSpec as LinearSpec
 from pagemill_models.declaration.matrices import MatrixSpec as MatrixSpec
 from pagemill_models.declaration.matrices import NormPart as NormPart
 from pagemill_models.declaration.matrices import NormSpec as NormSpec
+from pagemill_models.declaration.matrices import QueryGrowth as QueryGrowth
+from pagemill_models.declaration.matrices import RopeSpec as RopeSpec
 from pagemill_models.declaration.matrices import RowGroups as RowGroups
 from pagemill_models.declaration.matrices import Shapes as Shapes
 from pagemill_models.declaration.matrices import merged
-from pagemill_models.declaration.rope_scaling import RopeScaling
 from pagemill_protocol.request.pooling import PoolingMethod
-
-
-class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Rotary embedding (arXiv 2104.09864) of the first `rotary_dim` values of each query and key head."""
-
-    theta: float
-    rotary_dim: int
-    scaling: RopeScaling | None = None
-    """`None`: plain rotary embedding."""
-    interleaved: bool = False
-    """Whether neighbouring values form a pair, as in GPT-J; otherwise value i is paired with value i + rotary_dim
-    / 2."""
-    divisors: str | None = None
-    """Name of a stored tensor [rotary_dim / 2] that divides the frequencies, in place of `scaling`."""
-
-    def shapes(self) -> Shapes:
-        return {} if self.divisors is None else {self.divisors: (self.rotary_dim // 2,)}
-
-
-class QueryGrowth(msgspec.Struct, frozen=True):
-    """Queries at position p are multiplied by 1 + beta * ln(1 + floor(p / length)), behind the rotation."""
-
-    beta: float
-    length: int
 
 
 class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):

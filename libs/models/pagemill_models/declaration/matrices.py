@@ -1,4 +1,4 @@
-"""The basic parts of a declaration: stored matrices and linear layers made of them, norms, activations.
+"""The basic parts of a declaration: stored matrices and linear layers made of them, norms, rotations, activations.
 
 `declaration` has what is made of them, `caches` the recurrent layers. Matrices are [outputs, inputs]; tensors have the
 names of Hugging Face checkpoints.
@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import Literal, Protocol
 
 import msgspec
+
+from pagemill_models.declaration.rope_scaling import RopeScaling
 
 Shapes = dict[str, tuple[int, ...]]
 """Shapes of tensors by name."""
@@ -88,6 +90,30 @@ class NormSpec(msgspec.Struct, frozen=True, kw_only=True):
     def shapes(self) -> Shapes:
         weights: Shapes = {} if self.stored is None else {f"{self.name}.{self.stored}": (self.size,)}
         return weights | ({f"{self.name}.bias": (self.size,)} if self.bias else {})
+
+
+class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Rotary embedding (arXiv 2104.09864) of the first `rotary_dim` values of each query and key head."""
+
+    theta: float
+    rotary_dim: int
+    scaling: RopeScaling | None = None
+    """`None`: plain rotary embedding."""
+    interleaved: bool = False
+    """Whether neighbouring values form a pair, as in GPT-J; otherwise value i is paired with value i + rotary_dim
+    / 2."""
+    divisors: str | None = None
+    """Name of a stored tensor [rotary_dim / 2] that divides the frequencies, in place of `scaling`."""
+
+    def shapes(self) -> Shapes:
+        return {} if self.divisors is None else {self.divisors: (self.rotary_dim // 2,)}
+
+
+class QueryGrowth(msgspec.Struct, frozen=True):
+    """Queries at position p are multiplied by 1 + beta * ln(1 + floor(p / length)), behind the rotation."""
+
+    beta: float
+    length: int
 
 
 class HasShapes(Protocol):
