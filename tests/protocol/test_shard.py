@@ -61,7 +61,7 @@ def test_slices_of_all_ranks_cover_each_tensor_once(name: str, size: int) -> Non
                 int(counts[part].reshape(len(counts[part]), -1)[:, 0].sum()) // attention.head_dim
                 for part in (stored.name for stored in use.stored())
             )
-            assert heads == attention.num_heads + 2 * size
+            assert heads == attention.num_heads + attention.key_parts * size
             assert times.min() >= 1
         else:
             assert (times.min(), times.max()) == (1, 1), tensor
@@ -89,7 +89,7 @@ def test_inputs_of_a_product_are_the_outputs_of_the_one_before(name: str, size: 
     for part in shards_of(declared(name), size):
         for attention in part.decoder.attentions():
             if isinstance(attention, AttentionSpec):
-                rows = (attention.num_heads + 2 * attention.num_kv_heads) * attention.head_dim
+                rows = (attention.num_heads + attention.key_parts * attention.num_kv_heads) * attention.head_dim
                 assert attention.qkv.out_features == rows
                 assert attention.output.in_features == attention.num_heads * attention.head_dim
                 slopes = attention.alibi_slopes
@@ -139,7 +139,15 @@ def test_rows_of_groups_are_found_where_they_are_stored() -> None:
         with_rows(grouped, ((0, 10), (16, 20)))
 
 
-@pytest.mark.parametrize("name", NAMES)
+def test_a_model_whose_layers_read_more_than_the_one_before_has_no_stages() -> None:
+    with pytest.raises(ShardError, match="inputs of layers, which stages do not pass on"):
+        stage(declared("gemma4"), 0, 2)
+    shared = msgspec.structs.replace(declared("gemma4").embedding, layer_inputs=None)
+    with pytest.raises(ShardError, match="layers with the keys of others"):
+        stage(msgspec.structs.replace(declared("gemma4"), embedding=shared), 0, 2)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "gemma4"])
 def test_stages_hold_each_tensor_once(name: str) -> None:
     decoder = declared(name)
     middle = len(decoder.layers) // 2

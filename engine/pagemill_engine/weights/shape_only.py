@@ -38,7 +38,7 @@ class ShapeOnlyWeights:
         if spec.decoder.by_transformers:
             raise self._absent(f"`{spec.architecture}` is computed by a class that knows its tensors by their files")
         names = frozenset(declared_names(sorted(read_index(folder).names), spec.decoder))
-        self._shapes: Shapes = spec.decoder.shapes()
+        self._shapes = _shapes_of_present_layers(spec.decoder, names)
         self._kinds = _kinds(names, settings, self._shapes, keeps_small_floats)
         self._kinds |= dict.fromkeys(_mxfp4(names, spec.decoder, self._shapes), CODE_KINDS["MXFP4"])
         self._floats = transposed_weights(spec.decoder) | normalized_weights(spec.decoder)
@@ -77,6 +77,15 @@ class ShapeOnlyWeights:
     def _absent(self, why: str) -> LoadError:
         message = f"`{self._folder}` contains `{INDEX_FILE}` without the files that it names, and {why}. Fetch them."
         return LoadError("ModelUnreadable", message)
+
+
+def _shapes_of_present_layers(decoder: DecoderSpec, names: frozenset[str]) -> Shapes:
+    """Return the declared shapes without those of layers of which the index names nothing, such as one that drafts."""
+    layers = [layer.name for layer in decoder.layers]
+    depth = layers[0].count(".") + 1
+    present = {".".join(name.split(".", depth)[:depth]) for name in names}
+    absent = tuple(f"{layer}." for layer in layers if layer not in present)
+    return {name: shape for name, shape in decoder.shapes().items() if not name.startswith(absent)}
 
 
 def _kinds(

@@ -16,7 +16,13 @@ from pagemill_models.declaration.errors import UnsupportedModelArchitecture
 from pagemill_models.declaration.known import rope_errors, unsupported
 from pagemill_models.declaration.limits import Held, check_fraction, check_parts, check_positive, check_size
 from pagemill_models.declaration.quantization_settings import quantization_of
-from pagemill_models.declaration.rope_scaling import RopeError, UnsupportedRopeError, check_long_rope, wrong
+from pagemill_models.declaration.rope_scaling import (
+    ProportionalScaling,
+    RopeError,
+    UnsupportedRopeError,
+    check_long_rope,
+    wrong,
+)
 from pagemill_models.declaration.rope_settings import DEFAULT_THETA, read_scaling, rope_theta, settings_of
 from pagemill_protocol.source_errors import UnreadableModelError
 
@@ -200,7 +206,8 @@ class ConfigValues:
             theta = rope_theta(*self._first(("rope_theta", "rotary_emb_base"), DEFAULT_THETA), where, values)
             share = self._rotary_share(values.get("partial_rotary_factor"), partial)
             scaling = read_scaling(where, self._with_original(values), theta, context)
-            rotary_dim = int(head_dim * share)
+            # A proportional embedding turns pairs of the whole head, and the share says how many of them.
+            rotary_dim = head_dim if isinstance(scaling, ProportionalScaling) else int(head_dim * share)
             check_long_rope(scaling, rotary_dim, f"{where}.short_factor")
         return RopeSpec(theta=theta, rotary_dim=rotary_dim, scaling=scaling)
 

@@ -27,11 +27,12 @@ def read_config(config: ConfigValues) -> DecoderSpec:
         WINDOWED if (layer + 1) % period else FULL for layer in range(num_layers)
     ]
     plain = gemma2.read_layers(config, kinds, default_context=131_072, rope_kind=FULL)
+    context = plain.max_position_embeddings
 
     def attention(index: int, spec: AttentionSpec) -> AttentionSpec:
         name = f"{plain.layers[index].name}.self_attn"
         norm = NormSpec(name=f"{name}.q_norm", size=spec.head_dim, eps=_eps(config), weight_offset=1.0)
-        rope = spec.rope if kinds[index] != WINDOWED else _local_rope(config, spec.head_dim, plain)
+        rope = spec.rope if kinds[index] != WINDOWED else local_rope(config, spec.head_dim, context)
         return replace(spec, query_norm=norm, key_norm=replace(norm, name=f"{name}.k_norm"), rope=rope)
 
     return with_attention(plain, attention)
@@ -41,10 +42,10 @@ def _eps(config: ConfigValues) -> float:
     return config.epsilon("rms_norm_eps", default=1e-6)
 
 
-def _local_rope(config: ConfigValues, head_dim: int, plain: DecoderSpec) -> RopeSpec:
+def local_rope(config: ConfigValues, head_dim: int, context: int) -> RopeSpec:
     """Return the rotary embedding of layers with a window; files before transformers 5 declare only its base."""
     if WINDOWED in config.object("rope_parameters"):
-        return config.rope(head_dim, plain.max_position_embeddings, kind=WINDOWED)
+        return config.rope(head_dim, context, kind=WINDOWED)
     return RopeSpec(theta=config.number("rope_local_base_freq", default=10_000.0), rotary_dim=head_dim)
 
 

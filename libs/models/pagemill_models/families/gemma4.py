@@ -26,7 +26,7 @@ from pagemill_models.declaration.family import Family
 from pagemill_models.declaration.parts import linear
 from pagemill_models.declaration.rope_scaling import ProportionalScaling
 from pagemill_models.families.gemma2 import WINDOWED
-from pagemill_models.families.gemma3 import DEFAULT_PATTERN, FULL
+from pagemill_models.families.gemma3 import DEFAULT_PATTERN, FULL, local_rope
 from pagemill_models.families.llama_like import Numbers, decoder, numbers_from_config
 from pagemill_models.families.moe import STACKED, Mixture, gated_mlp, mixture, stored_together
 
@@ -100,12 +100,16 @@ def _read(config: ConfigValues) -> _Text:
     if not 0 <= num_shared < num_layers or set(kinds[: num_layers - num_shared]) != set(kinds):
         raise config.wrong("num_kv_shared_layers", num_shared, "a number that leaves a layer of each kind before")
     heads = {WINDOWED: (numbers.num_kv_heads, numbers.head_dim), FULL: _full_heads(config, numbers, kinds)}
+    context = numbers.max_position_embeddings
     return _Text(
         numbers=numbers,
         kinds=kinds,
         window=config.window(default=512),
         heads=heads,
-        ropes={WINDOWED: numbers.rope, FULL: _full_rope(config, heads[FULL][1], numbers.max_position_embeddings)},
+        ropes={
+            WINDOWED: local_rope(config, numbers.head_dim, context),
+            FULL: _full_rope(config, heads[FULL][1], context),
+        },
         num_own=num_layers - num_shared,
         shares_keys=config.flag("attention_k_eq_v", False),
         wide=config.flag("use_double_wide_mlp", False),
@@ -139,9 +143,9 @@ def _full_heads(config: ConfigValues, numbers: Numbers, kinds: list[str]) -> tup
 
 def _full_rope(config: ConfigValues, head_dim: int, context: int) -> RopeSpec:
     if FULL not in config.object("rope_parameters"):
-        return RopeSpec(theta=1e6, rotary_dim=head_dim, scaling=ProportionalScaling(share=0.25, factor=1.0))
-    rope = config.rope(head_dim, context, partial=("partial_rotary_factor", 1.0), kind=FULL)
-    return replace(rope, rotary_dim=head_dim) if isinstance(rope.scaling, ProportionalScaling) else rope
+        theta = config.number("rope_theta", default=1e6)
+        return RopeSpec(theta=theta, rotary_dim=head_dim, scaling=ProportionalScaling(share=0.25, factor=1.0))
+    return config.rope(head_dim, context, partial=("partial_rotary_factor", 1.0), kind=FULL)
 
 
 def _experts(config: ConfigValues, numbers: Numbers) -> Mixture:
