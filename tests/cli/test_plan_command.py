@@ -273,7 +273,7 @@ def test_records_of_decisions_are_a_file_of_step_times(file: Path, fit: Path, tm
 def test_without_step_times_the_engine_is_measured(write: Write, simulated: Simulated) -> None:
     """A real engine process with a simulated device takes 6 ms for a token and a little more for each further one."""
     file = write("sim.yaml", simulated(engine={"maxNumSeqs": 16}))
-    result = plan(file, "--measure-s", 2, "-o", "json", rps=5, input=100, output=20)
+    result = plan(file, "--measure-s", 2, "-o", "json", rps=1, input=100, output=20)
     assert result.exit_code == 0, result.output
     body = json.loads(result.stdout)
     assert (body["replica"]["numBlocks"], body["replica"]["maxNumSeqs"]) == (256, 16)
