@@ -37,17 +37,17 @@ from pagemill_protocol.versions import protocol_headers
 from pagemill_servers.auth import hash_key
 
 KEY, CONTROL_TOKEN, ENGINE_TOKEN = "sk-right", "control-secret", "internal-secret"
-OPEN_PATHS = {"/health", "/ping", "/livez", "/readyz", "/version", "/docs", "/openapi.json"}
-OPEN_PATHS |= {"/v2/health/live", "/v2/health/ready"}
 DOCUMENTED = json.loads(document("servers", "1", with_stores=True))["paths"]
 PLAIN = {path.replace("{model}", MODEL) for path, methods in DOCUMENTED.items() if "PlainError" in json.dumps(methods)}
 """Routes whose errors are text without a code."""
+READY = ("/v2/health/live", "/v2/health/ready")
 PATHS = [
     (method.upper(), path.replace("{model}", MODEL).replace("{id}", "file-1"))
     for path, methods in DOCUMENTED.items()
-    if path not in OPEN_PATHS
-    for method in methods
+    for method, operation in methods.items()
+    if operation.get("security") != []
 ]
+OPEN = {path for path, methods in DOCUMENTED.items() if any(each.get("security") == [] for each in methods.values())}
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +72,14 @@ def good_catalog(engine: HttpServer) -> Catalog:
 
 
 # -- clients without a key ---------------------------------------------------------------------------------------------
+
+
+def test_every_documented_route_needs_a_key(keyed_server: HttpServer) -> None:
+    for method, path in PATHS:
+        answer = keyed_server.exchange(request(b"{", method=method, path=path, headers=[(b"Connection", b"close")]))
+        assert answer is not None
+        assert answer.status == 401, (method, path)
+    assert {"/", "/health", "/ping", "/livez", "/readyz", "/version", "/docs", "/openapi.json", *READY} == OPEN
 
 
 @examples(60)
