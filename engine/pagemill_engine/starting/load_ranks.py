@@ -87,7 +87,11 @@ class RankSettings(msgspec.Struct):
 
 def load_on_ranks(files: ModelFiles, compute: Compute, stuck_seconds: float = STUCK_SECONDS) -> Runner:
     """Return a runner whose model several processes compute. Raises `LoadError`."""
-    ranked = load_ranks(files, compute, stuck_seconds)
+    return overlapped(load_ranks(files, compute, stuck_seconds), files, compute)
+
+
+def overlapped(ranked: RankedRunner, files: ModelFiles, compute: Compute) -> Runner:
+    """Return the runner of rank 0 with a thread for its steps, if the settings ask for it."""
     if not files.config.overlap or files.config.pipeline_parallel_size > 1:  # stages overlap by themselves
         return ranked
     return ThreadedRunner(ranked, torch_threads(compute, launch.num_threads()))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -22,13 +21,14 @@ import msgspec
 
 from pagemill_engine.config import EngineConfig, NodesConfig
 from pagemill_engine.executing.base import Runner
-from pagemill_engine.executing.eager import EagerRunner, ThreadedRunner
+from pagemill_engine.executing.eager import EagerRunner
 from pagemill_engine.executing.ranks.identity import RankIdentity, RankReport, check_same
+from pagemill_engine.executing.ranks.processes import ends_of
 from pagemill_engine.executing.ranks.ranked import RankedRunner
 from pagemill_engine.sizing.compute import Compute
 from pagemill_engine.sizing.memory import MemoryState, measure_memory
 from pagemill_engine.sizing.rank_parts import part_of
-from pagemill_engine.starting.load_ranks import RankSettings, check_settings, load_part
+from pagemill_engine.starting.load_ranks import RankSettings, check_settings, load_part, overlapped
 from pagemill_engine.starting.preparing import ModelFiles, describe_cache, prepare, refusals, runner_info
 from pagemill_engine.starting.rendezvous import Joining, Key, Listener, Member, listen, token_of
 from pagemill_engine.starting.threads import threads_of_ranks, torch_threads
@@ -67,10 +67,7 @@ class Invitation(msgspec.Struct):
 
 def load_on_nodes(files: ModelFiles, compute: Compute, stuck_seconds: float = STUCK_SECONDS) -> Runner:
     """Return a runner whose model the ranks of all nodes compute. Raises `LoadError`."""
-    ranked = load_nodes(files, compute, stuck_seconds)
-    if not files.config.overlap or files.config.pipeline_parallel_size > 1:  # stages overlap by themselves
-        return ranked
-    return ThreadedRunner(ranked, torch_threads(compute, launch.num_threads()))
+    return overlapped(load_nodes(files, compute, stuck_seconds), files, compute)
 
 
 def load_nodes(files: ModelFiles, compute: Compute, stuck_seconds: float = STUCK_SECONDS) -> RankedRunner:
@@ -163,21 +160,12 @@ class NodeProcesses:
 
     def wait(self) -> None:
         """Wait until all have ended; the others of one that fails are ended. Raises `LoadError` with what it says."""
-        poll = select.poll()
-        by_file = {os.pidfd_open(process.pid): number for number, process in enumerate(self._processes)}
-        for file in by_file:
-            poll.register(file, select.POLLIN)
-        left = set(by_file)
-        while left:
-            for file, _ in poll.poll():
-                poll.unregister(file)
-                os.close(file)
-                left.discard(file)
-                process, rank = self._processes[by_file[file]], self._ranks[by_file[file]]
-                if process.wait() and not self._is_ending:
-                    error = _said(process) or _ended(rank, process)
-                    self.kill()
-                    raise error
+        for index in ends_of(self._processes):
+            process = self._processes[index]
+            if process.wait() and not self._is_ending:
+                error = _said(process) or _ended(self._ranks[index], process)
+                self.kill()
+                raise error
 
     def terminate(self) -> None:
         self._is_ending = True

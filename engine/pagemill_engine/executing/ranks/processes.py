@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pagemill_engine.executing.ranks.identity import RankIdentity, check_same, decode_report
@@ -95,23 +95,24 @@ class FollowerProcesses:
             self._watcher.join()
 
     def _watch(self, group: WatchedGroup) -> None:
-        poll = select.poll()
-        ranks = {os.pidfd_open(process.pid): rank for rank, process in enumerate(self._processes, start=1)}
-        for file in ranks:
-            poll.register(file, select.POLLIN)
-        left = set(ranks)
-        while left:
-            for file, _ in poll.poll():
-                poll.unregister(file)
-                left.discard(file)
-                os.close(file)
-                process = self._processes[ranks[file] - 1]
-                if not self._closing.is_set():
-                    rank = ranks[file]
-                    ending = _ending(process.wait())
-                    group.lose(
-                        f"rank {rank} (process {process.pid}) ended with {ending}; it was last {group.place(rank)}"
-                    )
+        for index in ends_of(self._processes):
+            process, rank = self._processes[index], index + 1
+            if not self._closing.is_set():
+                ending = _ending(process.wait())
+                group.lose(f"rank {rank} (process {process.pid}) ended with {ending}; it was last {group.place(rank)}")
+
+
+def ends_of(processes: Sequence[subprocess.Popen[Any]]) -> Iterator[int]:
+    """Yield the index of each process once it has ended."""
+    poll = select.poll()
+    indices = {os.pidfd_open(process.pid): index for index, process in enumerate(processes)}
+    for file in indices:
+        poll.register(file, select.POLLIN)
+    while indices:
+        for file, _ in poll.poll():
+            poll.unregister(file)
+            os.close(file)
+            yield indices.pop(file)
 
 
 def _ending(code: int) -> str:

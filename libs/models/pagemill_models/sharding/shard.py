@@ -92,12 +92,8 @@ def stage(decoder: DecoderSpec, first: int, last: int) -> DecoderSpec:
     if not 0 <= first < last <= len(decoder.layers):
         raise ShardError(f"Layers {first} to {last} are no stage of a model with {len(decoder.layers)} layers.")
     ends = last == len(decoder.layers)
-    if decoder.embedding.layer_inputs is not None and (first or not ends):
-        raise ShardError(f"`{decoder.architecture}` has inputs of layers, which stages do not pass on yet.")
-    if any(isinstance(each, AttentionSpec) and each.cache_layer is not None for each in decoder.attentions()) and (
-        first or not ends
-    ):
-        raise ShardError(f"`{decoder.architecture}` has layers with the keys of others; stages do not divide it yet.")
+    if first or not ends:
+        _check_divisible(decoder)
     return replace(
         decoder,
         layers=decoder.layers[first:last],
@@ -106,6 +102,14 @@ def stage(decoder: DecoderSpec, first: int, last: int) -> DecoderSpec:
         head=decoder.head if ends else None,
         classifier=decoder.classifier if ends else None,
     )
+
+
+def _check_divisible(decoder: DecoderSpec) -> None:
+    """Raise `ShardError` for a model whose layers read more than what the layer before gives."""
+    if decoder.embedding.layer_inputs is not None:
+        raise ShardError(f"`{decoder.architecture}` has inputs of layers, which stages do not pass on yet.")
+    if any(isinstance(each, AttentionSpec) and each.cache_layer is not None for each in decoder.attentions()):
+        raise ShardError(f"`{decoder.architecture}` has layers with the keys of others; stages do not divide it yet.")
 
 
 def heads_of(num_heads: int, num_kv_heads: int, size: int) -> list[HeadsOfRank]:
