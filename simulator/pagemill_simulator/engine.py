@@ -14,7 +14,6 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.executing.null import NullRunner
 from pagemill_engine.ipc.messages import StepOutputs
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.loop.step_timer import StepTimer
@@ -25,6 +24,7 @@ from pagemill_protocol.report.step_time import StepTimeModel
 from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_protocol.request.sampling import SamplingParams
 from pagemill_simulator.clock import VirtualClock
+from pagemill_simulator.speculation import simulated_core
 from pagemill_simulator.workloads.request import SimRequest
 
 
@@ -227,11 +227,8 @@ class EngineSimulation(EngineRun):
 
     def __init__(self, trace: Sequence[SimRequest], config: EngineConfig, params: StepTimeParams | None = None) -> None:
         clock = VirtualClock()
-        settings = msgspec.structs.replace(
-            config, null_runner=True, step_time=params or config.step_time, seed=config.seed or 0
-        )
-        runner = NullRunner.from_config(settings, clock=clock.now, sleep=clock.advance)
-        core = EngineCore(settings, runner, clock=clock.now)
+        settings = msgspec.structs.replace(config, step_time=params or config.step_time)
+        core = simulated_core(settings, clock.now, clock.advance)
         core.step_timer = _KnownTimes()
         super().__init__(trace, core, clock)
 

@@ -13,9 +13,8 @@ import msgspec
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.executing.base import RunnerInfo
-from pagemill_engine.executing.null import DEFAULT_STEP_TIME, NullRunner
+from pagemill_engine.executing.null import DEFAULT_STEP_TIME
 from pagemill_engine.ipc.messages import StepOutputs
-from pagemill_engine.loop.core import EngineCore
 from pagemill_protocol.hashes import HASH_VERSION, NO_HASHES
 from pagemill_protocol.report.adapters import AdapterSlots
 from pagemill_protocol.report.cache_kinds import chunk_blocks
@@ -25,6 +24,7 @@ from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_simulator.adapters import AdapterBay, AdapterSettings
 from pagemill_simulator.clock import VirtualClock
 from pagemill_simulator.events import Events
+from pagemill_simulator.speculation import simulated_core
 
 NETWORK_S = 0.001
 """Seconds in each direction between gateway and engine."""
@@ -64,13 +64,10 @@ class SimulatedPod:
         self.name = name
         self.clock = VirtualClock()
         """Ahead of the cluster's clock while a step runs."""
-        settings = msgspec.structs.replace(config, null_runner=True, seed=config.seed or 0)
-        runner = NullRunner.from_config(
-            settings, serves_adapters=serves_adapters, clock=self.clock.now, sleep=self.clock.advance
-        )
-        self.core = EngineCore(settings, runner, clock=self.clock.now)
+        self.core = simulated_core(config, self.clock.now, self.clock.advance, serves_adapters=serves_adapters)
+        settings = self.core.config
         self.core.step_time = FixedStepTime.from_params(settings.step_time or DEFAULT_STEP_TIME)
-        info, self._sequence = runner.info, 0
+        info, self._sequence = self.core.runner.info, 0
         self._prefixes: dict[bytes, bool] = {}
         self._num_held = self._num_held_tokens = 0
         self._frame = StateFrame(

@@ -44,6 +44,10 @@ def test_a_waiting_request_expects_answers_to_end_by_the_tokens_of_a_step() -> N
     (_, alone, _, _), (_, two, _, _) = cost_terms(bases, [0, 0], 10, 50.0)
     assert alone > 0
     assert abs(alone - 2 * two) < 1e-9
+    # What is computed in vain makes steps longer: 15 tokens for 5 requests take as long as for 15 requests.
+    model = StepTimeModel.from_params(replace(params(1.0), tokens_per_decode=2.0, computed_per_decode=3.0))
+    assert take_snapshot(model, 512, 4, 400).decode_ms == model.predict_ms(15, 400) > model.predict_ms(5, 400)
+    assert take_snapshot(model, 512, 4, 400).budget == 500
 
 
 def params(factor: float) -> StepTimeParams:

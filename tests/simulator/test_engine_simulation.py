@@ -5,9 +5,12 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import msgspec
 import pytest
 
 from pagemill_engine.config import EngineConfig
+from pagemill_operator.autoscaler.prediction import OfferedLoad, Predictor
+from pagemill_operator.autoscaler.signals import Shape
 from pagemill_protocol.report.state import StepTimeParams
 from pagemill_simulator.engine import EngineSimulation, Percentiles, simulate
 from pagemill_simulator.workloads.request import SimRequest
@@ -97,3 +100,31 @@ def test_percentiles_are_nearest_ranks() -> None:
     assert Percentiles.of([]) == Percentiles()
     assert Percentiles.of([5.0]) == Percentiles(5.0, 5.0, 5.0, 5.0)
     assert Percentiles.of(list(range(100, 0, -1))) == Percentiles(50, 90, 99, 100)
+
+
+def test_decodes_sample_and_compute_what_the_step_times_say() -> None:
+    """An answer of 401 tokens takes 160 steps of 2.5 tokens behind its first, each as long as one of four tokens."""
+    step_time = StepTimeParams(
+        knots_tokens=[1, 4, 2048], knot_ms=[6.0, 9.0, 90.0], tokens_per_decode=2.5, computed_per_decode=4.0
+    )
+    trace = [SimRequest(40.0 * index, 64, 401) for index in range(20)]
+    simulation = EngineSimulation(trace, config(), step_time)
+    report = simulation.run()
+    assert report.num_output_tokens == 20 * 401
+    assert report.num_steps / 20 == pytest.approx(1 + 400 / 2.5, rel=0.03)
+    assert report.tpot_ms.p50 == pytest.approx(9.0 / 2.5, rel=0.03)
+    assert simulation.core._proposals is not None
+    assert simulation.core._proposals.per_decode == pytest.approx((2.5, 4.0), rel=0.1)
+    shape = Shape(4000, 16, 128, 2048, step_time)
+    predicted = Predictor(shape, 0.5).predict(OfferedLoad(1 / 40, 64, 64, 64, 401), 1)
+    assert predicted.tpot_ms == pytest.approx(report.tpot_ms.p50, rel=0.05)
+
+
+def test_rejected_tokens_take_blocks_and_budget_and_lose_no_request() -> None:
+    step_time = msgspec.structs.replace(PARAMS, tokens_per_decode=1.5, computed_per_decode=5.0)
+    trace = [SimRequest(0.0, 30, 400) for _ in range(40)]
+    simulation = EngineSimulation(trace, config(num_kv_blocks=400, max_num_batched_tokens=128), step_time)
+    report = simulation.run()
+    assert report.num_preemptions > 0
+    assert report.num_output_tokens == 40 * 400
+    assert simulation.core.load().num_kv_bytes_active == 0

@@ -19,6 +19,7 @@ from pagemill.planning.options import (
     MeasureS,
     Models,
     PricesPerHour,
+    TokensPerDecode,
     Tpot,
     Ttft,
 )
@@ -74,6 +75,7 @@ class PlanCommand(CommandWithOptions):
         ),
     ] = None
     fit: Fit = None
+    tokens_per_decode: TokensPerDecode = None
     model: Models = None
     measure_s: MeasureS = 10.0
     format: Format = "table"
@@ -84,6 +86,7 @@ class PlanCommand(CommandWithOptions):
         from pagemill.planning.choosing import load_one, slo_of, subjects_of
         from pagemill.planning.errors import PlanError
         from pagemill.planning.prices import check_prices, prices_of
+        from pagemill.planning.replica import per_decode_of
         from pagemill.planning.roles.pairs import check_roles, pair_answers
         from pagemill.printable import printable
 
@@ -97,7 +100,9 @@ class PlanCommand(CommandWithOptions):
             check_prices(subjects, prices)
             autoscaling = deployments[0][1].plan.autoscaling
             slo = slo_of(autoscaling.slo if autoscaling else None, self.ttft, self.tpot, self.percentile)
-            question = Question(load, asking, slo, prices, self.fit, self.measure_s)
+            question = Question(
+                load, asking, slo, prices, self.fit, self.measure_s, per_decode_of(self.tokens_per_decode)
+            )
             found = answers(question, subjects, compares=self.roles or len(subjects) > 1)
             pairs = None if gbit_per_s is None else pair_answers(question, found, gbit_per_s)
         except PlanError as error:

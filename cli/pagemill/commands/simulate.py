@@ -12,7 +12,18 @@ from typing import Annotated
 import typer
 
 from pagemill.command import CommandWithOptions
-from pagemill.planning.options import Accelerators, File, Fit, Format, MeasureS, Model, PricesPerHour, Tpot, Ttft
+from pagemill.planning.options import (
+    Accelerators,
+    File,
+    Fit,
+    Format,
+    MeasureS,
+    Model,
+    PricesPerHour,
+    TokensPerDecode,
+    Tpot,
+    Ttft,
+)
 
 
 @dataclass(frozen=True)
@@ -82,6 +93,7 @@ class SimulateCommand(CommandWithOptions):
     accelerator: Accelerators = None
     price_per_hour: PricesPerHour = None
     fit: Fit = None
+    tokens_per_decode: TokensPerDecode = None
     model: Model = None
     measure_s: MeasureS = 10.0
     fast: Annotated[
@@ -105,7 +117,7 @@ class SimulateCommand(CommandWithOptions):
         from pagemill.planning.choosing import load_one, show_progress, slo_of, subjects_of
         from pagemill.planning.errors import PlanError
         from pagemill.planning.prices import check_prices, price_of, prices_of
-        from pagemill.planning.replica import ReplicaOptions, engine_config, replica_of
+        from pagemill.planning.replica import ReplicaOptions, engine_config, per_decode_of, replica_of
         from pagemill.printable import printable
         from pagemill.simulation.fleet import FleetOptions, bounds_of, fleet_of
         from pagemill.simulation.policies import Offered, own_slo, policies_of
@@ -131,11 +143,20 @@ class SimulateCommand(CommandWithOptions):
             check_prices(subjects, prices)
             simulated = []
             for subject in subjects:
-                options = ReplicaOptions(self.fit, subject.accelerator, self.model, self.measure_s, show_progress)
+                options = ReplicaOptions(
+                    self.fit,
+                    subject.accelerator,
+                    self.model,
+                    self.measure_s,
+                    show_progress,
+                    per_decode_of(self.tokens_per_decode),
+                )
                 config = engine_config(found, options)
                 replica = replica_of(found, options, *usual_lengths(traffic, config.max_model_len))
                 if self.fast and replica.shape.step_time.stages > 1:
                     raise PlanError("--fast: knows no stages (pipelineParallel); leave it out")
+                if self.fast and replica.shape.step_time.tokens_per_decode > 1:
+                    raise PlanError("--fast: samples one token for each decode; leave it out, or set --tokens-per-decode 1/1")
                 settings = fleet_of(found, config, replica, bounds, slo, fleet_options, self.seed)
                 offered = Offered(traffic, generator, replica.shape)
                 policies = policies_of(self.policy or [], section, settings, slo, offered)

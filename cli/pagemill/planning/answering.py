@@ -18,6 +18,7 @@ from pagemill.planning.placement import note_of
 from pagemill.planning.prices import Prices, price_of
 from pagemill.planning.ranks.chosen_ranks import ChosenRanks, choose_ranks
 from pagemill.planning.replica import (
+    PerDecode,
     PlannedReplica,
     ReplicaOptions,
     can_choose,
@@ -43,6 +44,8 @@ class Question(NamedTuple):
     prices: Prices
     fit: Path | None
     measure_s: float
+    per_decode: PerDecode | None = None
+    """`None`: as `fit` says."""
 
 
 class PlanAnswer(NamedTuple):
@@ -93,7 +96,9 @@ def answers(question: Question, subjects: Sequence[Subject], *, compares: bool) 
 def answer(question: Question, subject: Subject, *, simulates: bool = True) -> PlanAnswer:
     """Return the plan of one subject; `simulates`: with a simulation of one replica. Raises `PlanError`."""
     load, slo = question.load, question.slo
-    options = ReplicaOptions(question.fit, subject.accelerator, subject.model, question.measure_s, show_progress)
+    options = ReplicaOptions(
+        question.fit, subject.accelerator, subject.model, question.measure_s, show_progress, question.per_decode
+    )
     found, most = subject.loaded.plan, most_of(subject)
 
     def weigh(replica: PlannedReplica) -> tuple[PlannedWorkload, Forecast]:

@@ -37,6 +37,14 @@ File = Annotated[
     Path | None,
     typer.Option("--file", "-f", help="YAML file with the LLMDeployment (default: one with --model and defaults)."),
 ]
+TokensPerDecode = Annotated[
+    str | None,
+    typer.Option(
+        "--tokens-per-decode",
+        help="Tokens that a decode samples in a step, where proposed tokens are right, and computes, such as 2.4/4 "
+        "(default: those of --fit, or 1/1).",
+    ),
+]
 Model = Annotated[
     str | None,
     typer.Option(

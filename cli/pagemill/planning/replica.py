@@ -20,7 +20,7 @@ from pagemill.planning.headers import Header, header_of
 from pagemill.planning.links.exchange import Exchange, exchange_of
 from pagemill.planning.measuring import SingleRequestLatency, measure
 from pagemill.planning.placement import check_groups, place
-from pagemill_engine.config import EngineConfig
+from pagemill_engine.config import MOST_PROPOSED, EngineConfig
 from pagemill_engine.ipc.messages import MemoryBudget
 from pagemill_engine.server.fit import RUNTIME_BYTES
 from pagemill_engine.sizing.budget import MemoryPlan, RankSizes, Sizes, plan_memory
@@ -79,6 +79,29 @@ def _step_time(body: Any) -> Any:
     return body
 
 
+class PerDecode(NamedTuple):
+    """What a decode samples and computes in a step, by proposed tokens that are right, and by all."""
+
+    sampled: float = 1.0
+    computed: float = 1.0
+
+
+def per_decode_of(text: str | None) -> PerDecode | None:
+    """Read the option. Raises `PlanError`."""
+    if text is None:
+        return None
+    try:
+        found = PerDecode(*(float(each) for each in text.split("/")))
+    except (ValueError, TypeError):
+        found = PerDecode(0.0)
+    if not 1 <= found.sampled <= found.computed <= MOST_PROPOSED + 1:
+        raise PlanError(
+            f"--tokens-per-decode {text}: give the tokens that are sampled and those that are computed, 1 to "
+            f"{MOST_PROPOSED + 1}, the second no less than the first, such as 2.4/4"
+        )
+    return found
+
+
 class Division(NamedTuple):
     """How many processes or devices share a model."""
 
@@ -131,10 +154,26 @@ class ReplicaOptions(NamedTuple):
     """A source to read instead of the deployment's."""
     measure_s: float
     show_progress: Callable[[str], None]
+    per_decode: PerDecode | None = None
+    """`None`: as `fit` says, or one token."""
 
 
 def replica_of(plan: Plan, options: ReplicaOptions, input_tokens: int, output_tokens: int) -> PlannedReplica:
     """Return the replica of a plan. Raises `PlanError`."""
+    return _verifying(_replica_of(plan, options, input_tokens, output_tokens), options)
+
+
+def _verifying(replica: PlannedReplica, options: ReplicaOptions) -> PlannedReplica:
+    """Return the replica with what its decodes sample and compute in a step."""
+    step_time = replica.shape.step_time
+    sampled, computed = options.per_decode or (step_time.tokens_per_decode, step_time.computed_per_decode)
+    if sampled > 1 and step_time.stages > 1:
+        raise PlanError("--tokens-per-decode: engines with stages (pipelineParallel) propose nothing; give 1/1")
+    step_time = msgspec.structs.replace(step_time, tokens_per_decode=sampled, computed_per_decode=computed)
+    return replica._replace(shape=msgspec.structs.replace(replica.shape, step_time=step_time))
+
+
+def _replica_of(plan: Plan, options: ReplicaOptions, input_tokens: int, output_tokens: int) -> PlannedReplica:
     config = engine_config(plan, options)
     check_length(input_tokens, output_tokens, config.max_model_len)
     if options.fit is None and options.accelerator is None:
@@ -167,7 +206,8 @@ def divided_replicas(
             try:
                 check_groups(header.spec, tensor)
                 with _engines_refusals():
-                    found[ranks] = _on_accelerator(accelerator, one, header, None, "", length)
+                    replica = _on_accelerator(accelerator, one, header, None, "", length)
+                found[ranks] = _verifying(replica, options)
             except PlanError as error:
                 found[ranks] = error
     return found
@@ -321,9 +361,11 @@ def _measured(
             num_blocks, budget = plan_memory(config, spec, sizes, _pod_memory(memory_bytes), ranks)
             cache = _divided(config, spec, num_blocks, sizes)
     num_blocks = cache.counts[0]
+    # Answers to random tokens repeat themselves, so their proposals say nothing about those of clients.
+    step_time = msgspec.structs.replace(measured.step_time, tokens_per_decode=1.0, computed_per_decode=1.0)
     replica = PlannedReplica(
         shape=Shape(
-            num_blocks, limits.block_size, limits.max_num_seqs, limits.max_num_batched_tokens, measured.step_time
+            num_blocks, limits.block_size, limits.max_num_seqs, limits.max_num_batched_tokens, step_time
         ),
         max_model_len=min(limits.max_model_len, num_blocks * limits.block_size),
         weight_bytes=ready.weight_bytes,

@@ -143,6 +143,9 @@ def _properties(answer: PlanAnswer) -> list[tuple[str, str]]:
         ),
         ("step times", replica.step_time_from + (f"; typical error {fit.error_p50:.0%}" if fit.error_p50 else "")),
     ]
+    if fit.tokens_per_decode > 1:
+        words = f"a decode samples {fit.tokens_per_decode:.3g} of {fit.computed_per_decode:.3g} tokens in a step"
+        rows.append(("proposed tokens", words))
     if replica.ranks:
         from pagemill_engine.sizing.rank_parts import describe_ranks  # imports what reads weights
 

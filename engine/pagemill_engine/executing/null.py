@@ -196,13 +196,20 @@ class NullRunner:
 
     def _verify(self, row: _Row, proposed: list[int]) -> list[int]:
         """Return the tokens of a row as far as they agree with the proposed ones, and one more."""
-        first = row.counter_key + row.num_tokens - row.num_prompt_tokens
-        tokens: list[int] = []
-        while not tokens or (len(tokens) <= len(proposed) and tokens[-1] == proposed[len(tokens) - 1]):
-            tokens.append(_mix(first + len(tokens)) % self._info.vocab_size)
+        num_right = self.num_right(row, proposed)
+        tokens = [*proposed[:num_right], self._token(row, num_right)]
         row.num_computed_tokens -= 1 + len(proposed) - len(tokens)
         row.num_tokens += len(tokens)
         return tokens
+
+    def num_right(self, row: _Row, proposed: list[int]) -> int:
+        """Return how many of the proposed tokens are sampled."""
+        pairs = enumerate(proposed)
+        return next((place for place, each in pairs if each != self._token(row, place)), len(proposed))
+
+    def _token(self, row: _Row, place: int) -> int:
+        """Return the token that is sampled behind `place` others in a step."""
+        return _mix(row.counter_key + row.num_tokens - row.num_prompt_tokens + place) % self._info.vocab_size
 
     def _known(self, name: str) -> _Row:
         row = self._rows.get(name)

@@ -125,7 +125,7 @@ def _row(basis: CostBasis) -> tuple[float, ...]:
         0.0 if basis.num_over_capacity else basis.num_tokens_without_wait,
         basis.num_ahead,
         basis.ahead_products,
-        basis.num_running,
+        basis.num_decode_tokens,
         basis.budget,
         basis.full_ms,
         basis.step_ms,

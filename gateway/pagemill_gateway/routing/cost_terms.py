@@ -42,7 +42,8 @@ class CostBasis(msgspec.Struct, frozen=True, gc=False):
 
     predict_ms: Callable[[int, int, int], float]
     """The pod's step-time model."""
-    num_running: int
+    num_decode_tokens: int
+    """The tokens that the running requests compute in a step."""
     num_context_tokens: int
     num_ahead: int
     """Prompt tokens that are computed before the request, reported or not."""
@@ -88,7 +89,7 @@ def cost_basis_of(
     waits_for_memory = num_before > 0 and load.num_kv_bytes_active > 0
     return CostBasis(
         snapshot.model.predict_ms,
-        snapshot.num_running,
+        snapshot.num_decode_tokens,
         snapshot.num_context_tokens,
         num_ahead,
         num_ahead * num_ahead / 2,
@@ -137,6 +138,6 @@ def cost_terms(
             num_rest -= num_full * basis.budget
             prefill_ms = num_full * basis.full_ms
         products = num_uncached * (num_uncached / 2 + num_cached) + basis.ahead_products
-        prefill_ms += basis.predict_ms(basis.num_running + num_rest, basis.num_context_tokens, int(products))
+        prefill_ms += basis.predict_ms(basis.num_decode_tokens + num_rest, basis.num_context_tokens, int(products))
         rows.append((basis.step_ms, wait_ms, prefill_ms, basis.harm_ms * (num_uncached + num_output_tokens)))
     return rows

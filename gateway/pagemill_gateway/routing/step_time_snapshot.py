@@ -12,7 +12,8 @@ DEFAULT_STEP_TOKENS = 512
 
 class StepTimeSnapshot(msgspec.Struct, frozen=True, gc=False):
     model: StepTimeModel
-    num_running: int
+    num_decode_tokens: int
+    """The tokens that the running requests compute in a step, proposed ones included."""
     num_context_tokens: int
     """The context tokens of the running requests."""
     budget: int
@@ -27,18 +28,20 @@ class StepTimeSnapshot(msgspec.Struct, frozen=True, gc=False):
 
         `products` is the sum of chunk x context.
         """
-        return self.model.predict_ms(self.num_running + num_prompt_tokens, self.num_context_tokens, int(products))
+        return self.model.predict_ms(self.num_decode_tokens + num_prompt_tokens, self.num_context_tokens, int(products))
 
 
 def take_snapshot(
     model: StepTimeModel, max_step_tokens: int, num_running: int, num_context_tokens: int
 ) -> StepTimeSnapshot:
-    budget = max(1, (max_step_tokens or DEFAULT_STEP_TOKENS) - num_running)
+    computed = model.computed_per_decode
+    num_decode_tokens = round(num_running * computed)
+    budget = max(1, (max_step_tokens or DEFAULT_STEP_TOKENS) - num_decode_tokens)
     return StepTimeSnapshot(
         model=model,
-        num_running=num_running,
+        num_decode_tokens=num_decode_tokens,
         num_context_tokens=num_context_tokens,
         budget=budget,
-        decode_ms=model.predict_ms(num_running + 1, num_context_tokens),
-        full_ms=model.predict_ms(num_running + budget, num_context_tokens),
+        decode_ms=model.predict_ms(round((num_running + 1) * computed), num_context_tokens),
+        full_ms=model.predict_ms(num_decode_tokens + budget, num_context_tokens),
     )

@@ -165,7 +165,7 @@ class _ReplicaPredictor:
         self._slowness = slowness * (1.0 + (min(0.5, error) if 0 < error < math.inf else 0.0))
         # Proposed tokens that are right make answers of fewer steps, each of which computes the others, too.
         self._per_step = model.tokens_per_decode
-        self._computed = max(1.0, shape.step_time.computed_per_decode)
+        self._computed = model.computed_per_decode
 
     def predict(self, load: OfferedLoad, rate: float, together: float) -> Prediction:
         """Predict the latencies at `rate` requests per second, which come in groups of `together`."""

@@ -114,8 +114,8 @@ class StepTimeModel:
         self._knot_ms = [0.0] * len(self._knots)
         self.pieces = StepTimePieces(self._knots[:-1], _pieces(self._knots, self._knot_ms), 0.0, 0.0)
         """The numbers that predictions use."""
-        self.tokens_per_decode = 1.0
-        """Tokens that a decode samples in a step, as the engine reported."""
+        self.tokens_per_decode = self.computed_per_decode = 1.0
+        """Tokens that a decode samples and computes in a step, as the engine reported."""
         self.stages = 1
         """Stages that compute different steps at the same time. Predictions are of one stage."""
         self._error_p50 = 0.0
@@ -156,6 +156,7 @@ class StepTimeModel:
         model._error_p50 = _finite(params.error_p50)
         model._error_p95 = _finite(params.error_p95)
         model.tokens_per_decode = max(1.0, _finite(params.tokens_per_decode))
+        model.computed_per_decode = max(1.0, _finite(params.computed_per_decode))
         model.stages = max(1, params.stages)
         model._publish()
         return model
