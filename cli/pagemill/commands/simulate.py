@@ -156,7 +156,7 @@ class SimulateCommand(CommandWithOptions):
                 if self.fast and replica.shape.step_time.stages > 1:
                     raise PlanError("--fast: knows no stages (pipelineParallel); leave it out")
                 if self.fast and replica.shape.step_time.tokens_per_decode > 1:
-                    raise PlanError("--fast: samples one token for each decode; leave it out, or set --tokens-per-decode 1/1")
+                    raise PlanError("--fast: samples one token for each decode; leave it out, or --tokens-per-decode")
                 settings = fleet_of(found, config, replica, bounds, slo, fleet_options, self.seed)
                 offered = Offered(traffic, generator, replica.shape)
                 policies = policies_of(self.policy or [], section, settings, slo, offered)

@@ -364,9 +364,7 @@ def _measured(
     # Answers to random tokens repeat themselves, so their proposals say nothing about those of clients.
     step_time = msgspec.structs.replace(measured.step_time, tokens_per_decode=1.0, computed_per_decode=1.0)
     replica = PlannedReplica(
-        shape=Shape(
-            num_blocks, limits.block_size, limits.max_num_seqs, limits.max_num_batched_tokens, step_time
-        ),
+        shape=Shape(num_blocks, limits.block_size, limits.max_num_seqs, limits.max_num_batched_tokens, step_time),
         max_model_len=min(limits.max_model_len, num_blocks * limits.block_size),
         weight_bytes=ready.weight_bytes,
         kv_bytes_per_token=ready.kv_bytes_per_token,
