@@ -17,7 +17,7 @@ from pagemill_engine.sizing.memory import memory_limit
 from pagemill_engine.weights.errors import LoadError
 from pagemill_kernels.kv_store.kinds import KVType
 from pagemill_models.sources import resolve_source
-from pagemill_models.spec.heads import eagle3_head, mtp_head
+from pagemill_models.spec.heads import eagle3_head, stored_mtp_head
 from pagemill_models.spec.model_files import load_model_spec
 from pagemill_models.spec.model_spec import ModelSpec
 
@@ -29,7 +29,7 @@ _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _CODE_BITS = {"int8": 8, "int4": 4, "w8a8": 8, "fp8": 8}
 
 
-def check_fits(config: EngineConfig, spec: ModelSpec) -> None:
+def check_fits(config: EngineConfig, spec: ModelSpec, path: Path) -> None:
     """Raise `StartupError` if the model needs more memory than the container has."""
     if config.device == "cuda" or (config.device == "auto" and NVIDIA_DRIVER.exists()):
         return  # Weights and cache go to the device's own memory, layer by layer.
@@ -38,7 +38,7 @@ def check_fits(config: EngineConfig, spec: ModelSpec) -> None:
         _weight_bytes(config, spec),
         kv_bytes_per_token(spec, _kv_type(config)),
     )
-    whose, draft = "its weights", _draft_spec(config, spec)
+    whose, draft = "its weights", _draft_spec(config, spec, path)
     if draft is not None:
         whose = "its weights and those of what drafts"
         weights += _weight_bytes(msgspec.structs.replace(config, quantization="none"), draft)
@@ -80,12 +80,14 @@ def _weight_bytes(config: EngineConfig, spec: ModelSpec) -> int:
     return spec.num_parameters * item_bytes
 
 
-def _draft_spec(config: EngineConfig, spec: ModelSpec) -> ModelSpec | None:
-    """Return what drafts, if the settings name it. Whether it fits the model is decided by `sizing.draft`. Raises
+def _draft_spec(config: EngineConfig, spec: ModelSpec, path: Path) -> ModelSpec | None:
+    """Return what drafts by the settings. Whether it fits the model is decided by `sizing.draft`. Raises
     `SourceError`."""
     method, source = config.speculative.method, config.speculative.source
     if source is None:
-        return mtp_head(spec) if method == "mtp" else None
+        if method not in ("auto", "mtp") or (method == "auto" and config.num_ranks > 1):
+            return None
+        return stored_mtp_head(spec, path, whole=method == "auto")
     path = resolve_source(source, field="speculative.source")
     return eagle3_head(path) if method == "eagle3" else load_model_spec(path)
 

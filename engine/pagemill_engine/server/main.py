@@ -371,7 +371,7 @@ def _open_model(settings: Settings) -> tuple[Opened, TokenizerBundle, list[Unuse
         path = opened.path
         spec = None if config.null_runner else load_model_spec(path)
         if spec is not None:
-            check_fits(config, spec)
+            check_fits(config, spec, path)
         bundle = with_defaults(load_bundle(path), config.generation_config, config.generation_defaults)
         bundle = _with_chats(bundle, config)
         check_parsers(ParserSettings(config.tool_call_parser, config.reasoning_parser))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from pagemill_engine.failure import StartupError
 from pagemill_engine.server import fit
 from pagemill_engine.sizing import memory
 from pagemill_models.sources import resolve_source
+from pagemill_models.spec.heads import mtp_head
 from pagemill_models.spec.model_files import load_model_spec
 from pagemill_servers.process.cgroup import folders, usable_cores
 
@@ -25,7 +27,8 @@ MIB = 1024**2
 def verdict(monkeypatch: pytest.MonkeyPatch, limit_bytes: int, **engine: Any) -> StartupError | None:
     monkeypatch.setattr(fit, "memory_limit", lambda: limit_bytes)
     try:
-        fit.check_fits(EngineConfig(model=SMOLLM2, **engine), load_model_spec(resolve_source(SMOLLM2)))
+        path = resolve_source(SMOLLM2)
+        fit.check_fits(EngineConfig(model=SMOLLM2, **engine), load_model_spec(path), path)
     except StartupError as error:
         return error
     return None
@@ -69,6 +72,50 @@ def test_a_draft_model_counts_with_its_weights_and_its_cache(monkeypatch: pytest
     error = verdict(monkeypatch, 600 * MIB, num_kv_blocks=500, speculative=speculative)
     assert error is not None
     assert error.termination.reason == "KVCacheTooLarge", "a block has both models' keys and values"
+
+
+def test_a_models_own_head_is_counted_where_it_drafts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Only its own tensors; with `auto` only if all of them are there."""
+    config = {
+        "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "vocab_size": 64, "hidden_size": 64,
+        "intermediate_size": 96, "moe_intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 32, "n_shared_experts": 1, "n_routed_experts": 2, "n_group": 1,
+        "topk_group": 1, "num_experts_per_tok": 1, "first_k_dense_replace": 1, "max_position_embeddings": 128,
+        "num_nextn_predict_layers": 1,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    names = ["model.embed_tokens.weight"]
+
+    def write_names() -> None:
+        size = 8 * MIB
+        tensors = {
+            name: {"dtype": "BF16", "shape": [size // 2], "data_offsets": [size * place, size * place + size]}
+            for place, name in enumerate(names)
+        }
+        header = json.dumps(tensors).encode()
+        with (tmp_path / "model.safetensors").open("wb") as file:
+            file.write(len(header).to_bytes(8, "little") + header)
+            file.truncate(8 + len(header) + size * len(names))
+
+    def needed(method: str) -> int:
+        write_names()
+        engine = EngineConfig(model=str(tmp_path), speculative=SpeculationConfig(method=method))
+        with pytest.raises(StartupError) as caught:
+            fit.check_fits(engine, load_model_spec(tmp_path), tmp_path)
+        found = re.search(r"at least (\d+) MiB", caught.value.termination.message)
+        assert found is not None
+        return int(found[1])
+
+    monkeypatch.setattr(fit, "memory_limit", lambda: fit.RUNTIME_BYTES)
+    write_names()
+    head = mtp_head(load_model_spec(tmp_path))
+    assert head is not None
+    names += head.decoder.shapes()
+    assert needed("off") == 8
+    assert needed("mtp") == needed("auto") == 8 * len(names)
+    names.remove("model.layers.1.enorm.weight")
+    assert needed("auto") == 8
+    assert needed("mtp") == 8 * len(names)
 
 
 def test_a_length_that_the_cache_cannot_hold_is_refused_before_weights_are_loaded(
@@ -169,7 +216,7 @@ def test_a_folder_of_safetensors_is_counted_in_the_requested_type(
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + num_bytes)
     monkeypatch.setattr(fit, "memory_limit", lambda: fit.RUNTIME_BYTES + num_bytes + MIB)
-    fit.check_fits(EngineConfig(model=str(tmp_path)), load_model_spec(tmp_path))
+    fit.check_fits(EngineConfig(model=str(tmp_path)), load_model_spec(tmp_path), tmp_path)
     with pytest.raises(StartupError) as caught:
-        fit.check_fits(EngineConfig(model=str(tmp_path), dtype="float32"), load_model_spec(tmp_path))
+        fit.check_fits(EngineConfig(model=str(tmp_path), dtype="float32"), load_model_spec(tmp_path), tmp_path)
     assert caught.value.termination.reason == "ModelTooLarge"

@@ -54,6 +54,23 @@ def mtp_head(spec: ModelSpec) -> ModelSpec | None:
     return replace(spec, decoder=own)
 
 
+def stored_mtp_head(spec: ModelSpec, path: Path, *, whole: bool) -> ModelSpec | None:
+    """Return a model's own head with the sizes of its tensors in the files of `path`, whose headers alone are read.
+    `whole`: None unless all of its tensors are there, under their plain names."""
+    head = mtp_head(spec)
+    if head is None or head.decoder.reads is None or not path.is_dir():
+        return None
+    tensors, prefix = read_folder_headers(path), head.decoder.reads.prefix
+    if whole and not head.decoder.shapes().keys() <= tensors.keys():
+        return None
+    own = [each for name, each in tensors.items() if name.startswith(prefix) and not head.decoder.is_ignored(name)]
+    return replace(
+        head,
+        weight_bytes=sum(tensor.num_bytes for tensor in own),
+        num_parameters=sum(tensor.num_elements for tensor in own),
+    )
+
+
 def eagle3_head(path: Path) -> ModelSpec:
     """Return the spec of a folder with an EAGLE-3 head. Raises `SourceError`."""
     if not path.is_dir():
