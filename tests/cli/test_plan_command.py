@@ -247,21 +247,21 @@ def test_more_processes_than_a_model_has_parts_are_refused_with_the_reason(
 
 def test_the_acceptance_of_proposed_tokens_is_planned_and_simulated(file: Path, fit: Path, tmp_path: Path) -> None:
     """Given by the option, or by the step times of a deployment, which the option overrides."""
-    told, option = tmp_path / "told.json", "--tokens-per-decode"
+    reported, option = tmp_path / "reported.json", "--tokens-per-decode"
     step_time = msgspec.structs.replace(STEP_TIME, tokens_per_decode=2.0, computed_per_decode=3.0)
-    told.write_bytes(msgspec.json.encode(step_time))
+    reported.write_bytes(msgspec.json.encode(step_time))
 
     def planned(*arguments: Any) -> Any:
         return json.loads(plan(file, *arguments, "-o", "json", rps=1, output=20).stdout)
 
-    plain, told_so, given = planned("--fit", fit), planned("--fit", told), planned("--fit", fit, option, "2/3")
-    assert [told_so[name] for name in ("stepTime", "idle", "simulated")] == [
+    plain, by_file, given = planned("--fit", fit), planned("--fit", reported), planned("--fit", fit, option, "2/3")
+    assert [by_file[name] for name in ("stepTime", "idle", "simulated")] == [
         given[name] for name in ("stepTime", "idle", "simulated")
     ]
-    assert planned("--fit", told, option, "1/1")["simulated"] == plain["simulated"]
+    assert planned("--fit", reported, option, "1/1")["simulated"] == plain["simulated"]
     for which in ("idle", "simulated"):
-        assert 0.45 * plain[which]["tpot_ms"] < told_so[which]["tpot_ms"] < 0.65 * plain[which]["tpot_ms"]
-    assert "a decode samples 2 of 3 tokens in a step" in plan(file, "--fit", told, "--cached", 1).stdout
+        assert 0.45 * plain[which]["tpot_ms"] < by_file[which]["tpot_ms"] < 0.65 * plain[which]["tpot_ms"]
+    assert "a decode samples 2 of 3 tokens in a step" in plan(file, "--fit", reported, "--cached", 1).stdout
 
 
 def test_the_json_output_is_a_file_of_step_times(file: Path, fit: Path, tmp_path: Path) -> None:

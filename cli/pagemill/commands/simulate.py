@@ -141,15 +141,10 @@ class SimulateCommand(CommandWithOptions):
             prices = prices_of(self.price_per_hour or [])
             subjects = subjects_of([(self.model, loaded)], self.accelerator or [], self.fit)
             check_prices(subjects, prices)
-            simulated = []
+            simulated, per_decode = [], per_decode_of(self.tokens_per_decode)
             for subject in subjects:
                 options = ReplicaOptions(
-                    self.fit,
-                    subject.accelerator,
-                    self.model,
-                    self.measure_s,
-                    show_progress,
-                    per_decode_of(self.tokens_per_decode),
+                    self.fit, subject.accelerator, self.model, self.measure_s, show_progress, per_decode
                 )
                 config = engine_config(found, options)
                 replica = replica_of(found, options, *usual_lengths(traffic, config.max_model_len))
