@@ -7,7 +7,7 @@ nothing is drafted may lag within a block: a run for 16 tokens costs little more
 tokens have no blocks of their sequence yet. They are written behind its tokens, where no other sequence reads, or into
 blocks of the row that nothing else uses, and computed again by the step that verifies them. `eager` calls it.
 
-A head (`torch_head`) computes pairs: the token at a place, and the target's hidden state of the one before, which is
+A head (`decoders.head_states`) computes pairs: the token at a place, and the target's hidden state of the one before, which is
 kept in the place of that one. The first token has no pair, and nothing reads its place.
 """
 
@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pagemill_engine.decoders.head_states import HeadStates
 from pagemill_engine.decoders.step_model import CachedTokens, StepModel, StepTokens
 from pagemill_engine.executing.inputs import RequestRows, StepInputs
 from pagemill_engine.executing.kv_cache import KVCache
@@ -28,9 +29,6 @@ from pagemill_engine.sampling.runs import ranges
 from pagemill_kernels.arrays import Array
 from pagemill_kernels.paged_attention.batch import AttentionBatch
 from pagemill_kernels.sampling.host import host_sampler
-
-if TYPE_CHECKING:
-    from pagemill_engine.executing.torch_head import TorchHead
 
 Ints = NDArray[np.int64]
 
@@ -51,7 +49,7 @@ class Drafter:
         was counted."""
         self.kv_cache = kv_cache
         self._model = model
-        self._head: TorchHead | None = None if model.spec.decoder.reads is None else cast("TorchHead", model)
+        self._head = model if isinstance(model, HeadStates) else None
         self._first = 0 if self._head is None else 1
         """The first token that is computed: a head computes pairs with the token before."""
         self._rows = rows

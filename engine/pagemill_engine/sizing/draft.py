@@ -157,9 +157,12 @@ def _head(alone: EngineConfig, path: Path, head: ModelSpec, token_ids: NDArray[n
         check_tensors(head.decoder.shapes(), DeclaredWeights(source, head.decoder).shapes)
     except WeightsError as error:
         raise _refused(f"the head in `{path}` cannot be used: {error}") from error
-    if find_spec("torch") is None:
-        raise _refused(f"heads need torch, which is not installed. Install it, or use an image with it. {_NOT_RUN}")
-    return DraftModel(alone, path, head, choose_compute(alone, head), token_ids)
+    compute = choose_compute(alone, head)
+    if not compute.is_native and find_spec("torch") is None:
+        raise _refused(
+            f"this head needs torch, which is not installed. Install it, or use an image with it. {_NOT_RUN}"
+        )
+    return DraftModel(alone, path, head, compute, token_ids)
 
 
 def _token_ids(path: Path, source: str, size: int, method: str, spec: ModelSpec) -> NDArray[np.int64]:

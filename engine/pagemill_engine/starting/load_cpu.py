@@ -6,6 +6,7 @@ The native decoder runs without torch; other models run on torch, which is impor
 from __future__ import annotations
 
 from pagemill_engine.decoders.native.decoder import NativeDecoder
+from pagemill_engine.decoders.native.head import NativeHead
 from pagemill_engine.decoders.rope import Rotations, decoder_tables
 from pagemill_engine.decoders.step_model import StepModel, TargetModel
 from pagemill_engine.executing.base import Runner
@@ -21,6 +22,7 @@ from pagemill_engine.sizing.memory import measure_memory
 from pagemill_engine.sizing.sizing import weights_of
 from pagemill_engine.starting.preparing import ModelFiles, PreparedModel, describe_cache, prepare, refusals, runner_info
 from pagemill_engine.starting.threads import threads_of_ranks, torch_threads
+from pagemill_engine.weights.source import WeightSource
 from pagemill_kernels.cpu import launch
 from pagemill_models.spec.model_spec import ModelSpec
 from pagemill_servers.process.malloc import trim_heap
@@ -94,15 +96,21 @@ def _draft(
         own = prepared._replace(config=config, compute=compute, weights=weights)
         drafted = files._replace(config=config, path=draft.path, spec=spec)
         if spec.decoder.reads is not None:
-            from pagemill_engine.executing.torch_head import TorchHead
-
-            model: StepModel = TorchHead(spec, compute, weights, max_model_len, target, draft.token_ids)
+            model: StepModel = _head(draft, weights, max_model_len, target)
         elif compute.is_native:
             model = _native(own, spec, max_model_len)
         else:
             model = _torch(drafted, own, max_model_len)
     num_own = prepared.config.step.max_num_seqs * scratch_blocks(prepared.config)
     return model, KVCache(spec, num_blocks + num_own, config.block_size, compute.kv_dtype)
+
+
+def _head(draft: DraftModel, weights: WeightSource, max_model_len: int, target: TargetModel) -> StepModel:
+    if draft.compute.is_native:
+        return NativeHead(draft.spec, draft.compute.native_ops, weights, max_model_len, target, draft.token_ids)
+    from pagemill_engine.executing.torch_head import TorchHead
+
+    return TorchHead(draft.spec, draft.compute, weights, max_model_len, target, draft.token_ids)
 
 
 def _native(prepared: PreparedModel, spec: ModelSpec, max_model_len: int) -> TargetModel:

@@ -17,7 +17,7 @@ from pagemill_kernels.cpu import processor
 
 logger = logging.getLogger(__name__)
 
-ABI_VERSION = 24
+ABI_VERSION = 25
 PANEL = 16
 """Outputs of one panel of a packed weight."""
 ADAPTER_PANEL, ADAPTER_RANKS = 64, 8
@@ -328,8 +328,8 @@ _SIGNATURES = {
         c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64, POINTER(AdaptedRows), c_void_p, c_int64, c_int32,
     ),
     "pagemill_decoder_layers": (
-        c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int32, c_void_p,
-        POINTER(StepHooks), c_void_p,
+        c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int32,
+        c_void_p, POINTER(StepHooks), c_void_p,
     ),
     "pagemill_ranks_bytes": (c_int64, c_int64, c_int64),
     "pagemill_ranks_step": (POINTER(Ranks), c_int64),

@@ -44,7 +44,7 @@ class NativeLayers:
         self._kept = layers, made
         """Keeps the objects alive that the addresses below point to."""
         self._addresses = launch.addresses(ctypes.addressof(each.layer) for each in made)
-        self._hidden_size = made[0].hidden_size
+        self._hidden_size, self._first_size = made[0].hidden_size, layers[0].qkv.in_features
         self._heads = max(each.heads_size for each in made)
         self._inner = max(each.inner_size for each in made)
         self._windows = [parts.window for parts in layers]
@@ -61,11 +61,13 @@ class NativeLayers:
         slots: Mapping[int | None, Array],
         adapters: NativeAdapterRows | None = None,
         reduce: NativeReduce | None = None,
+        first_input: Array | None = None,
     ) -> None:
         """Add the layers' contributions to `hidden`, float32 [tokens, hidden], in place.
 
         `plans` and `slots`: by window. `rotations`: cos and sin, by the numbers in the layers' parts. `adapters`: of
-        the tokens. `reduce`: adds what ranks have computed. Other arguments: as for `rope.native` and
+        the tokens. `reduce`: adds what ranks have computed. `first_input`: what the attention of the first layer reads,
+        normalised, float32 [tokens, inputs of its qkv]; None: `hidden`, which has as many values. Other arguments: as for `rope.native` and
         `paged_attention.native`.
         """
         num_tokens = len(hidden)
@@ -74,6 +76,13 @@ class NativeLayers:
                 f"layers: hidden is {hidden.dtype} {list(hidden.shape)}, contiguous float32 "
                 f"[tokens, {self._hidden_size}] is needed"
             )
+        shape = (num_tokens, self._first_size)
+        if first_input is None and self._first_size == self._hidden_size:
+            first = None
+        elif first_input is not None and first_input.shape == shape and first_input.dtype == np.float32:
+            first = address(first_input)
+        else:
+            raise ValueError(f"layers: the first attention needs an input of its own, float32 {list(shape)}")
         if len(caches.addresses) != len(self._addresses):
             raise ValueError(f"layers: {len(caches.addresses)} caches for {len(self._addresses)} layers")
         block = min(num_tokens, MLP_ROWS)
@@ -88,6 +97,7 @@ class NativeLayers:
             launch.addresses(args[window] for window in self._windows),
             caches.addresses,
             address(caches.strides),
+            first,
             address(hidden),
             num_tokens,
             launch.addresses(None if index is None else turns[index][0] for index in self._rotations),
@@ -116,7 +126,7 @@ class _Weights:
 
     def __init__(self, parts: LayerParts) -> None:
         qkv, output = parts.qkv, parts.output
-        self.hidden_size = qkv.in_features
+        self.hidden_size = output.out_features
         self.heads_size = qkv.out_features + output.in_features
         self.inner_size = 0
         self.layer = library.LayerWeights(

@@ -16,15 +16,18 @@ from safetensors.torch import load_file, save_file
 from tiny_llama import write_tiny_llama
 from torch import Tensor
 
-from pagemill import LLM, SamplingParams
+from pagemill import LLM, BeamSearchParams, LoRARequest, SamplingParams, StructuredOutputsParams
 from pagemill_engine.config import EngineConfig, SpeculationConfig
+from pagemill_engine.decoders.head_states import HeadStates
+from pagemill_engine.decoders.native.head import NativeHead
 from pagemill_engine.decoders.on_torch.heads import HeadLayers
 from pagemill_engine.executing.drafter import Drafter
-from pagemill_engine.executing.torch_head import TorchHead
 from pagemill_engine.proposing.draft import Rounds
 from pagemill_engine.sizing.sizing import sizes_here
 from pagemill_engine.weights.errors import LoadError
 from pagemill_models.spec.model_files import load_model_spec
+from pagemill_protocol.request.generate import ChoiceResume, GenerateRequest
+from pagemill_protocol.request.sampling import SamplingParams as EngineSampling
 from pagemill_protocol.source_errors import SourceError
 
 VOCAB, OWN, SIZE, LAYERS, EPS = 257, 120, 64, 8, 1e-5
@@ -53,6 +56,13 @@ def _moe(folder: Path, kind: str) -> Path:
         sizes = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16}
         config = transformers.DeepseekV3Config(**MOE, **sizes, v_head_dim=16, n_group=2, topk_group=1)
         transformers.DeepseekV3ForCausalLM(config).save_pretrained(folder)
+    elif kind == "minimax":
+        own = {name: value for name, value in MOE.items() if name not in ("n_routed_experts", "moe_intermediate_size")}
+        config = transformers.MiniMaxM2Config(
+            **{**own, "intermediate_size": 32, "num_local_experts": 8}, num_key_value_heads=2, head_dim=32,
+            num_mtp_layers=1, bos_token_id=None, eos_token_id=None,
+        )  # fmt: skip
+        transformers.MiniMaxM2ForCausalLM(config).save_pretrained(folder)
     else:
         config = transformers.Glm4MoeConfig(**MOE, num_key_value_heads=2, head_dim=32, n_group=1, topk_group=1)
         transformers.Glm4MoeForCausalLM(config).save_pretrained(folder)
@@ -107,12 +117,12 @@ def _eagle(folder: Path, **changes: Any) -> Path:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("heads")
-    found = {"llama": root / "llama", "deepseek": root / "deepseek", "glm": root / "glm"}
+    found = {"llama": root / "llama", "deepseek": root / "deepseek", "glm": root / "glm", "minimax": root / "minimax"}
     write_tiny_llama(
         found["llama"], vocab_size=VOCAB, hidden_size=SIZE, num_attention_heads=2, num_key_value_heads=1,
         num_hidden_layers=LAYERS, initializer_range=0.15,
     )  # fmt: skip
-    for kind in ("deepseek", "glm"):
+    for kind in ("deepseek", "glm", "minimax"):
         _moe(found[kind], kind)
     for folder in list(found.values()):
         (folder / "tokenizer.json").write_text(byte_tokenizer([("t", "h")]).to_str())
@@ -222,7 +232,11 @@ class Reference:
 def reference(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Iterator[Reference]:
     """Where transformers finds layers that draft is a pattern of the class, which has the published depths."""
     with pytest.MonkeyPatch.context() as patch:
-        for kind in (transformers.DeepseekV3ForCausalLM, transformers.Glm4MoeForCausalLM):
+        for kind in (
+            transformers.DeepseekV3ForCausalLM,
+            transformers.Glm4MoeForCausalLM,
+            transformers.MiniMaxM2ForCausalLM,
+        ):
             base = kind.__mro__[1]
             patch.setattr(base, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.2.*"])
             patch.setattr(kind, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.2.*"])
@@ -230,7 +244,7 @@ def reference(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Itera
 
 
 FULL = pytest.mark.full
-KINDS = ["llama", "deepseek", pytest.param("glm", marks=FULL)]
+KINDS = ["llama", "deepseek", *(pytest.param(kind, marks=FULL) for kind in ("glm", "minimax"))]
 HARDEST = ["llama", *(pytest.param(kind, marks=FULL) for kind in ("deepseek", "glm"))]
 
 
@@ -239,6 +253,24 @@ def wrong(reference: Reference, drafted: Found) -> int:
     assert len(drafted) > 20
     picked = drafted[:: len(drafted) // 20]
     return sum(reference.drafts(known, len(tokens)) != tokens for known, tokens in picked)
+
+
+@pytest.mark.parametrize("on_torch", [(True, False), (False, True)], ids=["the-model", "the-head"])
+@pytest.mark.parametrize("reference", ["llama"], indirect=True)
+def test_either_may_run_on_torch(
+    folders: dict[str, Path],
+    reference: Reference,
+    drafted: Found,
+    monkeypatch: pytest.MonkeyPatch,
+    on_torch: tuple[bool, bool],
+) -> None:
+    left = list(on_torch)
+    monkeypatch.setattr("pagemill_engine.sizing.compute.can_fuse", lambda decoder: not left.pop(0))
+    with make(folders, "llama") as llm:
+        head = llm._core.runner._drafter._head
+        assert isinstance(head, NativeHead) is not on_torch[1]
+        answers(llm)
+    assert wrong(reference, drafted) == 0
 
 
 @pytest.mark.parametrize("overlap", [False, pytest.param(True, marks=FULL)], ids=["plain-loop", "overlapped"])
@@ -286,11 +318,11 @@ def test_first_drafts_are_those_of_generate(
 
 
 FAULTS = {
-    "the norms of embedding and hidden states swapped": lambda patch: patch.setattr(
-        HeadLayers, "__init__", _swapping(HeadLayers.__init__)
-    ),
+    "the norms of embedding and hidden states swapped": lambda patch: [
+        patch.setattr(each, "__init__", _swapping(each.__init__)) for each in (NativeHead, HeadLayers)
+    ],
     "hidden states of the token itself": lambda patch: patch.setattr(
-        TorchHead, "states_of", lambda self, slots, states_of=TorchHead.states_of: states_of(self, slots + 1)
+        HeadStates, "states_of", lambda self, slots, states_of=HeadStates.states_of: states_of(self, slots + 1)
     ),
     "the first token's place is read": lambda patch: patch.setattr(
         Drafter, "__init__", _reading_the_first(Drafter.__init__)
@@ -299,9 +331,12 @@ FAULTS = {
 
 
 def _swapping(init: Any) -> Any:
-    def swapped(self: HeadLayers, *args: Any) -> None:
+    def swapped(self: Any, *args: Any) -> None:
         init(self, *args)
-        self.embedding_norm, self.hidden_norm = self.hidden_norm, self.embedding_norm
+        if isinstance(self, NativeHead):
+            self._norms = self._norms[::-1]
+        else:
+            self.embedding_norm, self.hidden_norm = self.hidden_norm, self.embedding_norm
 
     return swapped
 
@@ -334,24 +369,79 @@ def test_a_forgotten_map_of_tokens_changes_what_is_drafted(
     assert wrong(Reference(folders, "llama"), drafted) > 0
 
 
-def test_a_drawn_answer_is_that_without_a_head(folders: dict[str, Path]) -> None:
-    """With penalties, log probabilities, stop tokens and a minimum, at a temperature; bit for bit, behind a sleep."""
-    cases: list[dict[str, Any]] = [
-        {"temperature": 0.8, "logprobs": 2},
-        {"temperature": 1.2, "repetition_penalty": 1.3, "min_tokens": 6, "stop_token_ids": list(range(0, 257, 9))},
+EVERYTHING: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "log probabilities": {"logprobs": 2, "prompt_logprobs": 1},
+    "penalties": {"temperature": 1.2, "repetition_penalty": 1.3, "frequency_penalty": 0.2},
+    "stop tokens behind a minimum": {"temperature": 1.2, "min_tokens": 6, "stop_token_ids": list(range(0, 257, 9))},
+    "stop strings": {"stop": list("abcdefghijkl"), "include_stop_str_in_output": True},
+    "bad words": {"bad_words": [chr(letter) for letter in range(97, 110)]},
+    "biases": {"logit_bias": {7: 3.0, 9: 4.0, 11: 3.5}},
+    "choices": {"n": 3},
+    "a form": {"structured_outputs": StructuredOutputsParams(regex="[ -~]{12,30}")},
+    "an adapter": {},
+}
+
+
+def test_every_combination_with_a_head_gives_the_answers_without(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Bit for bit, in parts of prompts, preempted, behind prefix hits, moved to another engine and behind a sleep; and
+    tokens are proposed for each."""
+    exact = {"deterministic": True, "overlap": False, "enable_lora": True}
+    lora = [LoRARequest("own", 1, str(_adapter(tmp_path))) if name == "an adapter" else None for name in EVERYTHING]
+    params = [
+        SamplingParams(**{"temperature": 0.9, "seed": 4, "max_tokens": 40, "ignore_eos": True, **case})
+        for case in EVERYTHING.values()
     ]
-    params = [SamplingParams(**({"seed": 4, "max_tokens": 24, "n": 2} | case)) for case in cases]
-    found = []
+    found: list[list[Any]] = []
     for drafts in (False, True):
-        with make(folders, "llama", drafts=drafts, deterministic=True, overlap=False) as llm:
+        with make(folders, "llama", drafts=drafts, **exact) as llm:
             if drafts:
                 assert llm._core.runner.sleep() > 14 * 16 * llm._core.runner.info.kv_bytes_per_token
-                assert not llm._core.runner._drafter._model._states.size
+                assert not llm._core.runner._drafter._head._states.size
                 llm._core.runner.wake()
-            outputs = llm.generate(PROMPTS[:2], params, use_tqdm=False)
-        found.append([[(c.token_ids, c.logprobs, c.finish_reason) for c in out.outputs] for out in outputs])
+            together = list(zip([*PROMPTS, *PROMPTS], params, lora, strict=False))
+            outputs = _generate(llm, together)
+            assert llm._core.scheduler.num_preemptions > 0
+            for each in together:  # in a crowded cache there is little room for proposals
+                outputs += (alone := _generate(llm, [each]))
+                assert alone[0].metrics is not None
+                assert (alone[0].metrics.num_proposed_tokens > 0) is drafts, each
+            (searched,) = llm.beam_search([PROMPTS[0]], BeamSearchParams(beam_width=3, max_tokens=6))
+            texts = [[(c.text, c.token_ids, c.logprobs, c.finish_reason) for c in out.outputs] for out in outputs]
+            beams = [(beam.text, beam.tokens) for beam in searched.sequences]
+            found.append([texts, [out.prompt_logprobs for out in outputs], beams, _moved(llm, texts[1][0][1])])
     assert found[0] == found[1]
-    assert sum(out.metrics.num_proposed_tokens for out in outputs if out.metrics is not None) > 40
+    assert found[0][-1] == found[0][0][1][0][1][9:]
+
+
+def _generate(llm: LLM, requests: list[tuple[str, SamplingParams, LoRARequest | None]]) -> list[Any]:
+    prompts, params, lora = (list(each) for each in zip(*requests, strict=True))
+    return llm.generate(prompts, params, use_tqdm=False, lora_request=lora)
+
+
+def _moved(llm: LLM, token_ids: list[int]) -> Any:
+    """Return the rest of a drawn answer that began on another engine."""
+    prompt = llm.get_tokenizer().encode(PROMPTS[1])
+    request = GenerateRequest(
+        request_id="moved", model="m", prompt_token_ids=prompt, resume=[ChoiceResume(0, token_ids[:9], 0)],
+        sampling=EngineSampling(temperature=0.9, seed=4, max_tokens=40, ignore_eos=True),
+    )  # fmt: skip
+    llm._core.add(request)
+    found: list[int] = []
+    while llm._core.has_work:
+        found += [token_id for output in llm._core.step().outputs for token_id in output.token_ids]
+    return found
+
+
+def _adapter(folder: Path) -> Path:
+    torch.manual_seed(3)
+    name = "base_model.model.model.layers.{}.self_attn.q_proj.lora_{}.weight"
+    shapes = {"A": (4, SIZE), "B": (SIZE, 4)}
+    tensors = {name.format(layer, part): torch.randn(shapes[part]) * 0.3 for layer in range(LAYERS) for part in "AB"}
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
 
 
 def test_auto_drafts_by_the_models_own_layer(
@@ -420,6 +510,16 @@ def test_a_head_that_does_not_fit_is_refused(
 ) -> None:
     with pytest.raises((LoadError, SourceError), match=message):
         make({**folders, "eagle3": _eagle(tmp_path / "head", **changes)}, "llama", **settings)
+
+
+def test_heads_with_a_plain_layer_need_no_torch(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagemill_engine.sizing.draft.find_spec", lambda name: None)
+    with make(folders, "llama") as llm:
+        (out,) = llm.generate(PROMPTS[:1], SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True))
+    assert out.metrics is not None
+    assert out.metrics.num_proposed_tokens > 20
+    with pytest.raises(LoadError, match="this head needs torch, which is not installed"):
+        make(folders, "deepseek")
 
 
 def test_a_model_without_a_layer_that_drafts_refuses_mtp(folders: dict[str, Path]) -> None:

@@ -161,10 +161,11 @@ def calls_per_step(runner: Any, counting: Counting, make_driver: Drivers) -> flo
     return (totals[1] - totals[0]) / 5
 
 
-def parts() -> LayerParts:
-    def linear(rows: int, columns: int) -> native.NativeLinear:
-        return native.pack_linear(np.ones((rows, columns), dtype=np.float32), None)
+def linear(rows: int, columns: int) -> native.NativeLinear:
+    return native.pack_linear(np.ones((rows, columns), dtype=np.float32), None)
 
+
+def parts() -> LayerParts:
     norm = NormParts(np.ones(32, dtype=np.float32), None, 1e-5, centered=False)
     return LayerParts(
         qkv=linear(64, 32),
@@ -201,3 +202,13 @@ def test_each_layer_has_a_cache_of_its_own() -> None:
 def test_a_cache_of_another_type_is_refused() -> None:
     with pytest.raises(ValueError, match="no cache of float16"):
         CacheAddresses.of([np.zeros(1, np.float16)])
+
+
+@pytest.mark.parametrize(
+    "given", [None, np.zeros((2, 32), np.float32), np.zeros((2, 48), np.uint16)], ids=("none", "narrow", "rounded")
+)
+def test_an_attention_that_reads_other_values_needs_them(given: Any) -> None:
+    hidden = np.zeros((2, 32), np.float32)
+    wide = parts()._replace(qkv=linear(64, 48))
+    with pytest.raises(ValueError, match=r"an input of its own, float32 \[2, 48\]"):
+        NativeLayers([wide])(hidden, {}, [], CacheAddresses.of([NOTHING]), {}, first_input=given)

@@ -22,7 +22,7 @@ from pagemill_models.declaration.declaration import (
 
 def can_fuse(decoder: DecoderSpec) -> bool:
     """Whether `LayerParts` can describe all layers."""
-    return decoder.reads is None and all(map(_has_parts, decoder.layers))
+    return all(map(_has_parts, decoder.layers))
 
 
 def layer_parts(layer: LayerSpec, rotations: list[tuple[RopeSpec, int]], first_linear: int, parts: Parts) -> LayerParts:

@@ -32,7 +32,8 @@ struct Layer {
   const StepHooks* hooks;
   const int32_t index;
   const int64_t block_stride;
-  const int64_t size = w.qkv->in_features;
+  const int64_t size = w.output->out_features;
+  const int64_t read = w.qkv->in_features;  // of each token by attention: other than `size` where it is given
   const int32_t threads = plan.num_threads;
 
   bool reduces() const { return hooks && hooks->reduce; }
@@ -105,8 +106,8 @@ struct Layer {
               const int64_t* slots, float* heads, float* result, float* hidden) const {
     const int64_t width = w.qkv->out_features, queries = w.num_heads * w.head_dim, keys = w.num_kv_heads * w.head_dim;
     float* attended = heads + tokens * width;
-    pagemill_linear(w.qkv, x, tokens, size, w.qkv_bias, heads, width, 0, threads);
-    adapt(kQkv, x, size, tokens, 0, heads, width);
+    pagemill_linear(w.qkv, x, tokens, read, w.qkv_bias, heads, width, 0, threads);
+    adapt(kQkv, x, read, tokens, 0, heads, width);
     normalize_heads(w.query_norm, heads, tokens, width, queries, kQueryNorm);
     normalize_heads(w.key_norm, heads + queries, tokens, width, keys, kKeyNorm);
     pagemill_rope_and_store(heads, tokens, w.num_heads, w.num_kv_heads, w.head_dim, cos, sin, cache, cache_type, slots,
@@ -161,14 +162,14 @@ struct Layer {
     return out;
   }
 
-  // Adds this layer's contribution to hidden, [tokens][size].
-  void run(float* hidden, int64_t tokens, const float* cos, const float* sin, uint8_t* cache, int32_t cache_type,
+  // Adds this layer's contribution to hidden, [tokens][size]. given: what attention reads, [tokens][read]; null: hidden.
+  void run(const float* given, float* hidden, int64_t tokens, const float* cos, const float* sin, uint8_t* cache, int32_t cache_type,
            const int64_t* slots, float* scratch) const {
     float* normed = scratch;
     float* result = normed + tokens * size;
     float* own = result + tokens * size;  // input of a parallel layer's MLP
     float* inner = own + tokens * size;
-    const float* attention_input = input(w.attention_norm, hidden, tokens, normed);
+    const float* attention_input = given ? given : input(w.attention_norm, hidden, tokens, normed);
     const float* shared = nullptr;
     if (w.parallel) shared = w.mlp_norm.weight ? input(w.mlp_norm, hidden, tokens, own) : attention_input;
     attend(attention_input, tokens, cos, sin, cache, cache_type, slots, inner, result, hidden);
@@ -198,16 +199,18 @@ struct Layer {
 }  // namespace
 
 // plans: shared by layers with the same window. cosines, sines: of each layer; null: no rotation. caches, block_strides:
-// of each layer, with its slots as in pagemill_rope_and_store. hooks: adapters, and sums over ranks; null: neither. scratch: for
+// of each layer, with its slots as in pagemill_rope_and_store. first_input: what the attention of the first layer reads, normalised,
+// as many values as its qkv takes for each token; null: hidden. hooks: adapters, and sums over ranks; null: neither. scratch: for
 // each token three times `hidden` floats, then the most that a layer needs of (qkv outputs + output inputs) for each
 // token and (up outputs + down inputs) for each of up to kMlpRows.
 extern "C" void pagemill_decoder_layers(int64_t num_layers, const LayerWeights* const* layers,
                                         const AttentionArgs* const* plans, uint8_t* const* caches,
-                                        const int64_t* block_strides, float* hidden, int64_t tokens,
-                                        const float* const* cosines, const float* const* sines, int32_t cache_type,
-                                        const int64_t* const* slots, const StepHooks* hooks, float* scratch) {
+                                        const int64_t* block_strides, const float* first_input, float* hidden,
+                                        int64_t tokens, const float* const* cosines, const float* const* sines,
+                                        int32_t cache_type, const int64_t* const* slots, const StepHooks* hooks,
+                                        float* scratch) {
   for (int64_t i = 0; i < num_layers; ++i) {
     const Layer layer{*layers[i], *plans[i], hooks, static_cast<int32_t>(i), block_strides[i]};
-    layer.run(hidden, tokens, cosines[i], sines[i], caches[i], cache_type, slots[i], scratch);
+    layer.run(i ? nullptr : first_input, hidden, tokens, cosines[i], sines[i], caches[i], cache_type, slots[i], scratch);
   }
 }
