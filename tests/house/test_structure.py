@@ -38,6 +38,7 @@ SEAMS = (
 """Patterns of implementations that are found by their names."""
 ALONE = {
     "pagemill_engine.fetching.load": "imported after the process has set variables that its libraries read at import",
+    "pagemill_engine.executing.torch_head": "its imports need torch, which its user `load_cpu` does without",
     "pagemill_engine.starting.load_encoder": "its imports need torch, which its user `load_cpu` does without",
     "pagemill_engine.settings": "only settings modules read environment variables",
     "pagemill_gateway.limits.redis.shared_poison": "redis is imported only where it is configured",

@@ -7,8 +7,8 @@ nothing is drafted may lag within a block: a run for 16 tokens costs little more
 tokens have no blocks of their sequence yet. They are written behind its tokens, where no other sequence reads, or into
 blocks of the row that nothing else uses, and computed again by the step that verifies them. `eager` calls it.
 
-A head (`decoders.head_states`) computes pairs: the token at a place, and the target's hidden state of the one before, which is
-kept in the place of that one. The first token has no pair, and nothing reads its place.
+A head (`decoders.head_states`) computes pairs: the token at a place, and the target's hidden state of the one before,
+which is kept in the place of that one. The first token has no pair, and nothing reads its place.
 """
 
 from __future__ import annotations

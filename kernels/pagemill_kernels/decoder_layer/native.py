@@ -67,8 +67,8 @@ class NativeLayers:
 
         `plans` and `slots`: by window. `rotations`: cos and sin, by the numbers in the layers' parts. `adapters`: of
         the tokens. `reduce`: adds what ranks have computed. `first_input`: what the attention of the first layer reads,
-        normalised, float32 [tokens, inputs of its qkv]; None: `hidden`, which has as many values. Other arguments: as for `rope.native` and
-        `paged_attention.native`.
+        normalised, float32 [tokens, inputs of its qkv]; None: `hidden`, which has as many values. Other arguments: as
+        for `rope.native` and `paged_attention.native`.
         """
         num_tokens = len(hidden)
         if hidden.shape[1] != self._hidden_size or hidden.dtype != np.float32 or not hidden.flags.c_contiguous:
