@@ -6,6 +6,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -18,6 +19,7 @@ from huggingface_hub import constants
 from tiny_files import gguf_file
 from waiting import WAIT_LIMIT_S
 
+from pagemill_engine.fetching.__main__ import main
 from pagemill_engine.fetching.load import load
 from pagemill_engine.fetching.settings import LoaderSettings
 from pagemill_models.sources import FetchError, resolve_source
@@ -156,6 +158,38 @@ def test_one_file_of_a_revision_is_downloaded(server: Any, target: Path) -> None
     assert resolve_source(f"file://{target}/tiny.Q4.gguf")
     assert any("revision/v1" in path for path, _ in server.asked)
     assert any(f"resolve/{hub.COMMIT}/" in path for path, _ in server.asked), "all files must be of one commit"
+
+
+HEAD = {**CONFIG, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 32}
+
+
+def serve_config(server: Any, tmp_path: Path, config: dict[str, Any]) -> None:
+    content = json.dumps(config).encode()
+    (tmp_path / "repository" / "config.json").write_bytes(content)
+    server.digests["config.json"] = hashlib.sha256(content).hexdigest()
+
+
+def test_a_head_that_drafts_is_fetched_beside_its_model(
+    server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An EAGLE-3 head's architecture is no model's; what is wrong with it is named by its own field."""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    serve_config(server, tmp_path, HEAD)
+    model, head, log = (tmp_path / "models" / name for name in ("a", "b", "log"))
+    model.parent.mkdir()
+    log.touch()
+    first = ["--source", f"hf://{REPOSITORY}", "--target", str(model), "--termination-log", str(log)]
+    assert main([*first, "--source", f"hf://{REPOSITORY}@main", "--target", str(head)]) == 0
+    assert (model / "model.safetensors").read_bytes() == (head / "model.safetensors").read_bytes() == SAFETENSORS
+    serve_config(server, tmp_path, {**HEAD, "num_hidden_layers": 2})
+    other = str(tmp_path / "models" / "c")
+    assert main([*first, "--source", f"hf://{REPOSITORY}@main", "--target", other]) == 1
+    termination = json.loads(log.read_text())
+    assert (termination["reason"], termination["field"]) == (
+        "UnsupportedArchitecture",
+        "spec.engine.speculative.source",
+    )
+    assert "EAGLE-3 heads of 2 layers" in termination["message"]
 
 
 def test_a_model_on_the_volume_causes_no_request(server: Any, target: Path) -> None:
@@ -346,9 +380,7 @@ def test_a_model_that_does_not_fit_is_refused_before_its_download(
 def test_an_unsupported_model_is_refused_before_its_weights_are_downloaded(
     server: Any, target: Path, tmp_path: Path, changes: dict[str, Any], reason: str, words: str
 ) -> None:
-    content = json.dumps(CONFIG | changes).encode()
-    (tmp_path / "repository" / "config.json").write_bytes(content)
-    server.digests["config.json"] = hashlib.sha256(content).hexdigest()
+    serve_config(server, tmp_path, CONFIG | changes)
     error = failure(f"hf://{REPOSITORY}", target)
     assert error.reason == reason
     assert words in error.message

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -61,6 +62,58 @@ def test_each_kind_of_source_declares_the_variables_of_its_credentials(
     manifests = render(deployment(**SECRET, model__source=source, model__cache={"size": "1Gi"}))
     assert variables(pod(manifests, "Job")["containers"][0])[variable] == {"name": "bucket", "key": key}
     assert "bucket" not in str(pod(manifests))
+
+
+DRAFTS = {"engine__speculative": {"method": "eagle3", "source": "org/head"}}
+
+
+def settings_of(manifests: dict[str, Manifest]) -> Any:
+    return json.loads(manifests["ConfigMap"]["data"]["settings.json"])["engine"]
+
+
+def test_a_loader_fetches_what_drafts_too(deployment: Make) -> None:
+    """With the credentials of both, under a name of its own; engines open the folder."""
+    changes = {**SECRET, "model__source": "s3://models/tiny", "model__cache": {"size": "1Gi"}}
+    plain, drafting = (render(deployment(**changes, **each)) for each in ({}, DRAFTS))
+    arguments = pod(drafting, "Job")["containers"][0]["args"]
+    assert arguments[:4] == [*pod(plain, "Job")["containers"][0]["args"][:4]]
+    assert arguments[4:7] == ["--source", "hf://org/head", "--target"]
+    assert settings_of(drafting)["speculative"]["source"] == f"file://{arguments[7]}"
+    assert plain["Job"]["metadata"]["name"] != drafting["Job"]["metadata"]["name"]
+    given = variables(pod(drafting, "Job")["containers"][0])
+    assert {"AWS_ACCESS_KEY_ID", "HF_TOKEN"} <= given.keys()
+    assert "HF_TOKEN" not in variables(pod(plain, "Job")["containers"][0])
+
+
+def test_engines_without_a_loader_reach_what_drafts(deployment: Make) -> None:
+    claim = {"model__source": "pvc://models/large"}
+    plain, drafting = (render(deployment(**claim, **each)) for each in ({}, DRAFTS))
+    assert settings_of(drafting)["speculative"]["source"] == "hf://org/head"
+    opened = [str(each["NetworkPolicy"]["spec"]["egress"]).count("443") for each in (plain, drafting)]
+    assert opened[0] < opened[1]
+    beside = {"engine__speculative": {"method": "draft", "source": "pvc://models/small"}}
+    assert settings_of(render(deployment(**claim, **beside)))["speculative"]["source"].endswith("/small")
+
+
+@pytest.mark.parametrize(
+    ("source", "model", "message"),
+    [
+        ("ftp://a/b", {}, "ftp"),
+        (
+            "pvc://other/small",
+            {"model__source": "pvc://models/large"},
+            "only the claim of spec.model.source is mounted",
+        ),
+        ("pvc://models/small", {}, "only the claim of spec.model.source is mounted"),
+    ],
+)
+def test_a_source_of_what_drafts_that_pods_cannot_open_is_a_problem(
+    deployment: Make, source: str, model: dict[str, Any], message: str
+) -> None:
+    drafts = {"engine__speculative": {"method": "draft", "source": source}}
+    (problem,) = make_plan(deployment(**model, **drafts), "kubernetes").problems
+    assert problem.field == "spec.engine.speculative.source"
+    assert message in problem.message
 
 
 def test_a_bare_name_is_planned_as_a_source_of_the_hub(deployment: Make) -> None:

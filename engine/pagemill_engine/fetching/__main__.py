@@ -1,4 +1,5 @@
-"""`python -m pagemill_engine.fetching --source S --target FOLDER`: the process of the loader Job.
+"""`python -m pagemill_engine.fetching --source S --target FOLDER`: the process of the loader Job. A second pair is what
+drafts for the model.
 
 It reports its progress as JSON lines on stdout, and a failure as the termination message, the last line on stderr.
 """
@@ -19,6 +20,8 @@ from pagemill_engine.failure import KUBERNETES_LOG, Termination, write_terminati
 from pagemill_engine.fetching.settings import LoaderSettings, tune_library
 from pagemill_protocol.source_errors import FetchError
 
+FIELDS = ("spec.model.source", "spec.engine.speculative.source")
+"""The fields of the sources, in the order of the arguments."""
 SIGTERM_EXIT_CODE = 128 + signal.SIGTERM
 
 
@@ -29,9 +32,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     # A container's first process ignores SIGTERM otherwise. The next run continues from the part files.
     signal.signal(signal.SIGTERM, lambda *_: os._exit(SIGTERM_EXIT_CODE))
-    parser = argparse.ArgumentParser(prog="python -m pagemill_engine.fetching", description="Load one model.")
-    parser.add_argument("--source", required=True, help="hf://, s3://, gs://, oci:// or another scheme")
-    parser.add_argument("--target", type=Path, required=True, help="folder for the model")
+    parser = argparse.ArgumentParser(prog="python -m pagemill_engine.fetching", description="Load a model.")
+    parser.add_argument(
+        "--source", action="append", required=True, help="hf://, s3://, gs://, oci:// or another scheme"
+    )
+    parser.add_argument("--target", action="append", type=Path, required=True, help="folder for a source's model")
     parser.add_argument("--kernels", type=Path, help="folder for compiled kernels, created if it is missing")
     parser.add_argument("--size-limit-bytes", type=int, help="size limit of all models in the target's parent folder")
     parser.add_argument("--evict", action="store_true", help="remove unused models if space is needed")
@@ -42,32 +47,36 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="written if it exists",
     )
     arguments = parser.parse_args(argv)
-    settings = LoaderSettings(
-        arguments.source,
-        arguments.target,
-        arguments.termination_log,
-        arguments.kernels,
-        size_limit_bytes=arguments.size_limit_bytes,
-        evicts=arguments.evict,
-    )
+    if len(arguments.source) != len(arguments.target) or len(arguments.source) > len(FIELDS):
+        parser.error("give --source and --target of the model, and perhaps those of what drafts for it")
     tune_library()
     from pagemill_engine.fetching.load import load
 
-    def exit_immediately(error: FetchError) -> None:
-        """Exit without waiting for the downloads of other files; the next run continues from their part files."""
-        _explain(error, settings.termination_log)
-        os._exit(1)
+    for field, source, target in zip(FIELDS, arguments.source, arguments.target, strict=False):
+        settings = LoaderSettings(
+            source,
+            target,
+            arguments.termination_log,
+            arguments.kernels,
+            size_limit_bytes=arguments.size_limit_bytes,
+            evicts=arguments.evict,
+        )
 
-    try:
-        load(settings, _report, exit_immediately)
-    except FetchError as error:
-        _explain(error, settings.termination_log)
-        return 1
+        def exit_immediately(error: FetchError, field: str = field) -> None:
+            """Exit without waiting for the downloads of other files; the next run continues from their part files."""
+            _explain(error, field, arguments.termination_log)
+            os._exit(1)
+
+        try:
+            load(settings, _report, exit_immediately)
+        except FetchError as error:
+            _explain(error, field, arguments.termination_log)
+            return 1
     return 0
 
 
-def _explain(error: FetchError, log: Path) -> None:
-    termination = Termination(error.reason, error.message, "spec.model.source")
+def _explain(error: FetchError, field: str, log: Path) -> None:
+    termination = Termination(error.reason, error.message, field)
     sys.stderr.write(write_termination(termination, str(log) if log.exists() else None) + "\n")
     sys.stderr.flush()
 

@@ -40,17 +40,35 @@ def find_problems(spec: LLMDeploymentSpec, backend: Backend) -> Iterator[Problem
     if backend == "local":
         checks += [_env_problems, _credentials_problems]
     else:
-        checks += [_source_problems, _loader_problems, template_problems]
+        checks += [_source_problems, _draft_claim_problems, _loader_problems, template_problems]
     return each_on_its_own(partial(check, spec) for check in checks)
 
 
 def _source_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
     """Yield the problem of a source that no installed kind can read, or that its kind does not accept."""
-    source = spec.model.source.strip()
-    try:
-        find_kind(in_full(source)).check(in_full(source), "spec.model.source")
-    except SourceError as error:
-        yield Problem("spec.model.source", source, error.message)
+    draft, sources = _draft_source(spec), {"spec.model.source": spec.model.source.strip()}
+    if draft is not None:
+        sources["spec.engine.speculative.source"] = draft
+    for field, source in sources.items():
+        try:
+            find_kind(in_full(source)).check(in_full(source), field)
+        except SourceError as error:
+            yield Problem(field, source, error.message)
+
+
+def _draft_claim_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
+    draft = _draft_source(spec)
+    if draft is None or not draft.startswith("pvc://"):
+        return
+    claim, mounted = (source.split("/")[2] for source in (draft, f"{in_full(spec.model.source)}//"))
+    if spec.model.cache is not None or not spec.model.source.startswith("pvc://") or claim != mounted:
+        message = "only the claim of spec.model.source is mounted; store what drafts on it, and name both by pvc://"
+        yield Problem("spec.engine.speculative.source", draft, message)
+
+
+def _draft_source(spec: LLMDeploymentSpec) -> str | None:
+    speculative = spec.engine.speculative
+    return None if speculative is None else speculative.source
 
 
 def _loader_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:

@@ -157,6 +157,12 @@ class Plan:
     """Fields that have an effect and a consequence that is easily overlooked."""
 
     @property
+    def draft_source(self) -> str | None:
+        """What drafts, if it has a source of its own."""
+        speculative: dict[str, str] = self.groups[0].process.settings["engine"].get("speculative") or {}
+        return speculative.get("source")
+
+    @property
     def key(self) -> str:
         """namespace/name."""
         return f"{self.namespace}/{self.name}"

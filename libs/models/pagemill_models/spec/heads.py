@@ -7,6 +7,7 @@ A head is declared as a decoder of one layer with `reads`. Whether it fits a mod
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from pagemill_models.declaration.changes import replace
 from pagemill_models.declaration.config_values import CONFIG_FILE, ConfigValues
@@ -26,7 +27,7 @@ from pagemill_models.declaration.quantization_settings import quantization_bits,
 from pagemill_models.families.llama_like import decoder, named_layer, numbers_from_config
 from pagemill_models.files.safetensors_header import read_folder_headers
 from pagemill_models.spec.model_spec import ModelSpec, checked
-from pagemill_models.spec.spec_from_config import read_config
+from pagemill_models.spec.spec_from_config import check_config, read_config
 from pagemill_protocol.source_errors import UnreadableModelError
 
 EAGLE3 = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaEagle3ForCausalLM")
@@ -71,6 +72,21 @@ def stored_mtp_head(spec: ModelSpec, path: Path, *, whole: bool) -> ModelSpec | 
     )
 
 
+def check_stored_config(folder: Path) -> None:
+    """Check `config.json`, of a model or of a head, before the weights have arrived. Raises `SourceError`."""
+    where, values = folder / CONFIG_FILE, read_config(folder)
+    if not _names_eagle3(values):
+        check_config(folder)
+        return
+    with contradictions(where):
+        _eagle3(ConfigValues(where, values, EAGLE3[0]), embeds=False)
+
+
+def _names_eagle3(values: dict[str, Any]) -> bool:
+    names = values.get("architectures") or ()
+    return isinstance(names, list) and any(name in EAGLE3 for name in names)
+
+
 def eagle3_head(path: Path) -> ModelSpec:
     """Return the spec of a folder with an EAGLE-3 head. Raises `SourceError`."""
     if not path.is_dir():
@@ -78,8 +94,7 @@ def eagle3_head(path: Path) -> ModelSpec:
             f"`{path}` is no folder; EAGLE-3 heads are folders with config.json and safetensors."
         )
     where, values = path / CONFIG_FILE, read_config(path)
-    names = values.get("architectures") or ()
-    if not isinstance(names, list) or not any(name in EAGLE3 for name in names):
+    if not _names_eagle3(values):
         raise UnreadableModelError(f"`{where}` names no EAGLE-3 head (architectures: {', '.join(EAGLE3[:1])}).")
     tensors = read_folder_headers(path)
     config = ConfigValues(where, values, EAGLE3[0], held_by(tensor.shape for tensor in tensors.values()))

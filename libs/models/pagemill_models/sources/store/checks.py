@@ -15,7 +15,7 @@ from pagemill_models.files.json_file import read_object
 from pagemill_models.files.safetensors_header import read_header
 from pagemill_models.sources.base import RemoteFile
 from pagemill_models.sources.selection import INDEX
-from pagemill_models.spec.spec_from_config import check_config
+from pagemill_models.spec.heads import check_stored_config
 from pagemill_protocol.source_errors import FetchError, SourceError
 
 HEADS = (CONFIG_FILE, AUTO_GPTQ_FILE, INDEX)
@@ -66,7 +66,7 @@ def _unreadable(path: Path, name: str, source: str, error: SourceError) -> Fetch
 
 def _check_config(folder: Path) -> None:
     try:
-        check_config(folder)
+        check_stored_config(folder)
     except SourceError as error:
         message = error.message.replace(str(folder / CONFIG_FILE), CONFIG_FILE).replace(f"`{folder}`", "The model")
         (folder / CONFIG_FILE).unlink()

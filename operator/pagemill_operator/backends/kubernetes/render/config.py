@@ -12,7 +12,7 @@ import json
 
 import msgspec
 
-from pagemill_operator.backends.kubernetes.render.model import keeps_kernels, model_source
+from pagemill_operator.backends.kubernetes.render.model import keeps_kernels, opened_source
 from pagemill_operator.backends.kubernetes.render.names import adapters_name, child, config_name, token_name
 from pagemill_operator.backends.kubernetes.snapshot import Manifest, Owner, RenderContext
 from pagemill_operator.plan.pod_template import ADAPTERS_PATH, KERNELS_PATH, SETTINGS_PATH, TLS_PATH, TOKEN_PATH
@@ -34,7 +34,9 @@ def settings_text(plan: Plan, context: RenderContext) -> str:
     content = copy.deepcopy(plan.groups[0].process.settings)
     # Another text restarts engines, so those that IPv4 reaches keep theirs; with both families the first one counts.
     every_address = "::" if context.prefers_ipv6 else "0.0.0.0"
-    content["engine"]["model"] = model_source(plan)
+    content["engine"]["model"] = opened_source(plan, plan.source)
+    if plan.draft_source is not None:
+        content["engine"]["speculative"]["source"] = opened_source(plan, plan.draft_source)
     if plan.serves_adapters:
         content["engine"]["adapters_file"] = f"{ADAPTERS_PATH}/{ADAPTERS_FILE}"
     if keeps_kernels(plan):

@@ -16,8 +16,9 @@ from pagemill_operator.backends.kubernetes.render.model import (
     keeps_kernels,
     kernels_folder,
     model_claim,
-    model_folder,
+    loaded_sources,
     model_volume,
+    source_folder,
 )
 from pagemill_operator.backends.kubernetes.render.names import LOADER, child, claim_name, digest, labels
 from pagemill_operator.backends.kubernetes.render.overrides import engine_override, merge
@@ -63,6 +64,7 @@ def loader_name(plan: Plan) -> str | None:
     parts = [plan.source, credentials, model_claim(plan), process.environment, process.environment_from]
     if keeps_kernels(plan):
         parts.append(kernels_folder())
+    parts += loaded_sources(plan)[1:]
     return f"{plan.name}-load-{digest(parts, 8)}"
 
 
@@ -114,7 +116,9 @@ def loader_container(plan: Plan, context: RenderContext) -> dict[str, Any]:
 
 
 def _arguments(plan: Plan) -> list[str]:
-    arguments = ["--source", plan.source, "--target", model_folder(plan)]
+    arguments = []
+    for source in loaded_sources(plan):
+        arguments += ["--source", source, "--target", source_folder(source)]
     cache = plan.cache
     if cache is not None and cache.claim_name is None:
         arguments.append("--evict")  # everything else there is fetched again when it is needed
@@ -131,7 +135,8 @@ def _environment(plan: Plan) -> list[dict[str, Any]]:
     )
     if plan.credentials is None:
         return variables
-    given = [_from_secret(credential, plan.credentials) for credential in find_kind(plan.source).credentials]
+    wanted = {each.variable: each for source in loaded_sources(plan) for each in find_kind(source).credentials}
+    given = [_from_secret(credential, plan.credentials) for credential in wanted.values()]
     names = {variable["name"] for variable in given}
     return [*(variable for variable in variables if variable["name"] not in names), *given]
 

@@ -35,9 +35,15 @@ def model_volume(plan: Plan, *, writable: bool) -> dict[str, Any] | None:
     return {"name": "model", "persistentVolumeClaim": source}
 
 
-def model_folder(plan: Plan) -> str:
+def loaded_sources(plan: Plan) -> list[str]:
+    """Return what a loader fetches: the model, and what drafts for it if that is remote, too."""
+    draft = plan.draft_source
+    return [plan.source] if draft is None or not find_kind(draft).is_remote else [plan.source, draft]
+
+
+def source_folder(source: str) -> str:
     """Return the folder that the loader fills with this source; each source has its own."""
-    return f"{MODEL_PATH}/{digest(plan.source, 8)}"
+    return f"{MODEL_PATH}/{digest(source, 8)}"
 
 
 def keeps_kernels(plan: Plan) -> bool:
@@ -50,15 +56,16 @@ def kernels_folder() -> str:
     return f"{MODEL_PATH}/{KERNELS_VOLUME}"
 
 
-def model_source(plan: Plan) -> str:
-    """Return the source as the engine opens it."""
-    if plan.cache is not None and plan.cache.image_volume:
-        return _file_url(MODEL_PATH)
-    if plan.cache is not None:
-        return _file_url(f"{model_folder(plan)}/{find_kind(plan.source).file_of(plan.source) or ''}")
-    scheme, _, rest = plan.source.partition("://")
+def opened_source(plan: Plan, source: str) -> str:
+    """Return the source, of the model or of what drafts, as the engine opens it."""
+    cache = plan.cache
+    if cache is not None and cache.image_volume:
+        return _file_url(MODEL_PATH) if source == plan.source else source
+    if cache is not None and source in loaded_sources(plan):
+        return _file_url(f"{source_folder(source)}/{find_kind(source).file_of(source) or ''}")
+    scheme, _, rest = source.partition("://")
     if scheme != "pvc":
-        return plan.source
+        return source
     return _file_url(f"{MODEL_PATH}/{rest.partition('/')[2]}")
 
 

@@ -85,6 +85,7 @@ def render_pod_monitor(plan: Plan, owner: Owner, context: RenderContext) -> Mani
 def _egress(plan: Plan, namespace: str) -> Iterator[dict[str, Any]]:
     yield {"ports": [{"protocol": protocol, "port": port} for port in DNS_PORTS for protocol in ("UDP", "TCP")]}
     sources = [] if plan.cache is not None and plan.cache.image_volume else [plan.source]
+    sources += [] if plan.draft_source is None else [plan.draft_source]
     kinds = {source: find_kind(source) for source in [*sources, *(in_full(each.source) for each in plan.adapters)]}
     remote = {source: kind for source, kind in kinds.items() if kind.is_remote}
     if not remote:
