@@ -15,8 +15,8 @@ from pagemill_operator.backends.kubernetes.render.container import engine_image,
 from pagemill_operator.backends.kubernetes.render.model import (
     keeps_kernels,
     kernels_folder,
-    model_claim,
     loaded_sources,
+    model_claim,
     model_volume,
     source_folder,
 )
