@@ -184,8 +184,11 @@ def main() -> None:
     parser.add_argument(
         "--draft", help="a draft model, which proposes in place of `auto` and in the column of that name"
     )
+    parser.add_argument("--eagle3", help="the folder of an EAGLE-3 head, likewise")
     arguments = parser.parse_args()
     methods = dict(METHODS)
+    if arguments.eagle3:
+        methods["auto"] = SpeculationConfig(method="eagle3", source=arguments.eagle3, num_tokens=4)
     if arguments.draft:
         methods["auto"] = SpeculationConfig(method="draft", source=arguments.draft, num_tokens=4)
     engines = {name: Engine(settings, arguments.threads) for name, settings in methods.items()}

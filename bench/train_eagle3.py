@@ -1,8 +1,9 @@
 """Trains an EAGLE-3 head for SmolLM2 on its own answers, and measures how many of its proposals are accepted in chats.
 
-The questions are made of the docstrings of Python's standard library, the answers are the model's. One layer is trained
-over the model's hidden states until the time is over, and written in the layout of published heads, with a vocabulary
-of the most frequent tokens. The chats of the measurement are those of `speculation.py`, of which none is trained on.
+The questions are of daily life and of the docstrings of Python's standard library; the answers are the model's, whose
+hidden states are kept while it generates. One layer learns the model's own distributions until the time is over, and
+is written in the layout of published heads, with a vocabulary of the most frequent tokens. The chats of the measurement
+are those of `speculation.py`, of which none is trained on. Times are CPU time: a loaded machine trains as much.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import ast
 import json
 import sysconfig
 import time
-from collections import Counter
+from collections import defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,27 +30,57 @@ from pagemill_engine.weights.opening import open_weights
 from pagemill_models.sources import resolve_source
 from pagemill_models.spec.model_files import load_model_spec
 
-TEMPLATES = (
-    "Explain this to a beginner: {}",
-    "Write a short story that begins with these words: {}",
-    "What is this about? {}",
-    "Give me three reasons why this matters: {}",
-    "Write a letter to a friend about this: {}",
-    "How would you plan a weekend around this idea? {}",
-    "Compare this with something from daily life: {}",
-    "Answer in one paragraph. Is this a good idea, and why? {}",
+DAILY = (
+    "What should I know about {}?",
+    "Explain {} to a child.",
+    "Write a short letter to a friend about {}.",
+    "Tell me a story about {}.",
+    "Give me three tips for {}.",
+    "Why do people care about {}?",
+    "Plan a weekend around {}.",
+    "Compare {} and {}.",
+    "How do I begin with {}?",
+    "Write a list of questions about {} and answer two of them.",
+    "What are the advantages and disadvantages of {}?",
+    "I have a problem with {}. What can I do?",
 )
-OWN_TOKENS, ANSWER_TOKENS, HIDDEN_LAYERS = 8192, 160, 3
-SHARE_OF_ANSWERS = 0.3
+TOPICS = (
+    "a bakery, bicycles, the moon, cooking rice, old maps, a garden in winter, trains, the sea, learning Spanish, "
+    "bees, a small dog, paper planes, tea, renting a flat, job interviews, chess, the heart, volcanoes, Rome, "
+    "Japan, knitting, running in the rain, a lost key, databases, electric cars, cheese, birds, public libraries, "
+    "radio, a wedding, glass, sleep, the water cycle, stamps, painting a room, a broken window, exams, moving to "
+    "another city, mushrooms, rivers, a school trip, clocks, Brazil, saving money, honey, a noisy neighbour, fish, "
+    "magnets, spring, photography, bread, Java, spreadsheets, a camping tent, taxes, wood, a late train, the "
+    "desert, dinosaurs, headaches, guitars, ice cream, Norway, a farm, writing emails, robots, shadows, coffee, a "
+    "museum, mountains, recycling, strawberries, an island, passwords, roses, a football team, thunder, the "
+    "stomach, markets, cats, a bridge, Egypt, poems, solar panels, wind, a birthday cake, swimming, a doctor's "
+    "visit, linear equations, cold weather, the Internet, ants, apples, New York, a new computer, soap, gravity, an "
+    "old house, theatre, potatoes, rainbows, web pages, a picnic, horses, fever, Paris"
+)
+DOCSTRINGS = (
+    "Explain this to a beginner: {}",
+    "What is this about? {}",
+    "Answer in one paragraph, why does it matter? {}",
+)
+OWN_TOKENS, ANSWER_TOKENS, HIDDEN_LAYERS, ROWS = 6144, 160, 3, 64
+SHARE_OF_ANSWERS = 0.25
 """Share of the time in which answers are generated."""
+TEXTS_A_STEP, RATE = 12, 0.0012
 
 
 class Text(NamedTuple):
     token_ids: Tensor
     """[tokens]."""
     states: Tensor
-    """[tokens, three layers' hidden states], float16."""
+    """[tokens, hidden states of three layers], float16."""
+    last: Tensor
+    """[tokens, normalised hidden state], float16: the model's logits are its products with the embedding."""
     num_prompt_tokens: int
+
+    def most_likely(self, embedding: Tensor) -> Tensor:
+        """The model's most likely tokens behind those of the answer."""
+        behind = self.last[max(1, self.num_prompt_tokens - 1) :]
+        return (behind.bfloat16() @ embedding.bfloat16().T).argmax(-1)
 
 
 class Head(nn.Module):
@@ -88,7 +119,8 @@ class Head(nn.Module):
         heads = [self.attention[f"{name}_proj"](x).unflatten(-1, (-1, self.dim)).transpose(1, 2) for name in "qkv"]
         query, key = (each * cos + torch.cat([-each[..., self.dim // 2 :], each[..., : self.dim // 2]], -1) * sin
                       for each in heads[:2])  # fmt: skip
-        attended = nn.functional.scaled_dot_product_attention(query, key, heads[2], is_causal=True, enable_gqa=True)
+        value = heads[2].to(query.dtype)
+        attended = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
         hidden: Tensor = before + self.attention["o_proj"](attended.transpose(1, 2).flatten(-2))
         inner = rms(hidden, self.norms["post_attention_layernorm"])
         gated = nn.functional.silu(self.mlp["gate_proj"](inner)) * self.mlp["up_proj"](inner)
@@ -108,12 +140,42 @@ class Head(nn.Module):
         return {name: each.detach().contiguous() for name, each in named.items()}
 
 
+class Muon(torch.optim.Optimizer):
+    """Steps of matrices along their orthogonalised momentum: they learn from fewer texts than with AdamW."""
+
+    def __init__(self, matrices: list[nn.Parameter]) -> None:
+        super().__init__(matrices, {"lr": 0.02})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for matrix in group["params"]:
+                momentum = self.state[matrix].setdefault("momentum", torch.zeros_like(matrix))
+                momentum.lerp_(matrix.grad, 0.05)
+                turned = orthogonal(matrix.grad.lerp(momentum, 0.95))
+                matrix.mul_(1 - 0.02 * group["lr"])
+                matrix.add_(turned, alpha=-group["lr"] * max(1.0, len(matrix) / matrix.shape[1]) ** 0.5)
+
+
+def orthogonal(matrix: Tensor) -> Tensor:
+    """Return about the nearest matrix whose singular values are 1, by Newton and Schulz's iteration."""
+    x: Tensor = matrix if len(matrix) <= matrix.shape[1] else matrix.T
+    x = (x / (x.norm() + 1e-7)).bfloat16()
+    for _ in range(4):
+        gram = x @ x.T
+        x = 3.4445 * x + (-4.775 * gram + 2.0315 * gram @ gram) @ x
+    x = x.float()
+    return x if len(matrix) <= matrix.shape[1] else x.T
+
+
 def rms(x: Tensor, weight: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * weight
+    x = x.float()
+    normed: Tensor = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * weight
+    return normed
 
 
 def questions() -> list[str]:
-    """Return questions about the first sentences of docstrings, in an order of their own."""
+    """Return questions in an order of their own: two of daily life, then one about a docstring's first sentence."""
     sentences = set()
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         tree = ast.parse(path.read_bytes())
@@ -122,51 +184,77 @@ def questions() -> list[str]:
                 first = " ".join(text.split("\n\n")[0].split())
                 if 24 < len(first) < 240:
                     sentences.add(first)
-    ordered = sorted(sentences)
-    return [TEMPLATES[n % len(TEMPLATES)].format(ordered[n * 7919 % len(ordered)]) for n in range(len(ordered))]
+    about = [DOCSTRINGS[n % 3].format(each) for n, each in enumerate(sorted(sentences))]
+    topics = TOPICS.split(", ")
+    daily = [each.format(topic, topics[n - 1]) for each in DAILY for n, topic in enumerate(topics)]
+    mixed = zip(shuffled(daily)[::2], shuffled(daily)[1::2], shuffled(about), strict=False)
+    return [each for group in mixed for each in group if each not in QUESTIONS]
 
 
-def answer(seconds: float) -> list[tuple[list[int], list[int]]]:
-    """Return prompts and the model's answers, as many as can be generated in this time."""
-    found: list[tuple[list[int], list[int]]] = []
-    ends, asked = time.monotonic() + seconds, questions()
-    with LLM(MODEL, max_model_len=512, max_num_seqs=64, speculative_config={"method": "off"}) as llm:
-        while time.monotonic() < ends and len(found) < len(asked):
-            batch = [chat_text(each) for each in asked[len(found) : len(found) + 64]]
+def shuffled(texts: list[str]) -> list[str]:
+    return [texts[int(n)] for n in np.random.default_rng(0).permutation(len(texts))]
+
+
+class Recorder:
+    """Stands in the place of a runner's drafter, and keeps what a head would read, and what it has to predict."""
+
+    def __init__(self, runner: Any) -> None:
+        self._rows, self._model = runner._rows, runner.model
+        self._model.use_caches(())
+        self._model.keep_before(layers_of(self._model.spec.num_layers))
+        self._model.use_caches(runner.kv_cache.layers)
+        self.kept: dict[str, list[tuple[np.ndarray[Any, Any], ...]]] = defaultdict(list)
+        self.num_prompt_tokens: dict[str, int] = {}
+
+    def begin(self, row: int, num_computed_tokens: int) -> None:
+        pass
+
+    def copy_blocks(self, copies: object) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def run(self, inputs: Any, drafts: object, last: Any) -> tuple[dict[str, list[int]], float]:
+        states = np.concatenate(self._model.kept, axis=1).astype(np.float16)
+        ends = inputs.query_start_loc
+        for index, (name, row) in enumerate(zip(inputs.request_ids, inputs.rows.tolist(), strict=True)):
+            own = slice(ends[index], ends[index + 1])
+            self.kept[name].append((inputs.token_ids[own], states[own], last[own].astype(np.float16)))
+            self.num_prompt_tokens[name] = int(self._rows.num_prompt_tokens[row])
+        return {}, 0.0
+
+    def texts(self) -> list[Text]:
+        found = []
+        for name, parts in self.kept.items():
+            arrays = [torch.from_numpy(np.concatenate(each)) for each in zip(*parts, strict=True)]
+            found.append(Text(arrays[0], arrays[1], arrays[2], self.num_prompt_tokens[name]))
+        return found
+
+
+def answer(seconds: float, kept: Path) -> list[Text]:
+    """Return texts with the model's answers, as many as this CPU time allows, or those that were `kept`."""
+    if kept.exists():
+        return [Text(*each) for each in torch.load(kept)]
+    config = {"enable_prefix_caching": False, "overlap": False, "speculative_config": {"method": "off"}}
+    asked, num_asked, began_s = questions(), 0, time.process_time()
+    with LLM(MODEL, max_model_len=512, max_num_seqs=ROWS, **config) as llm:
+        runner: Any = llm._core.runner
+        recorder = runner._drafter = Recorder(runner)
+        while time.process_time() - began_s < seconds and num_asked < len(asked):
+            batch = [chat_text(each) for each in asked[num_asked : num_asked + 4 * ROWS]]
             params = [
                 SamplingParams(temperature=0.0 if n % 2 else 0.6, seed=n, max_tokens=ANSWER_TOKENS)
                 for n in range(len(batch))
             ]
-            outputs = llm.generate(batch, params, use_tqdm=False)
-            found += [(list(out.prompt_token_ids), list(out.outputs[0].token_ids)) for out in outputs]
-    return found
-
-
-def texts_of(answers: list[tuple[list[int], list[int]]]) -> list[Text]:
-    """Return the texts with the hidden states that a head reads of them."""
-    found = []
-    config = {"enable_prefix_caching": False, "overlap": False, "speculative_config": {"method": "off"}}
-    with LLM(MODEL, max_model_len=512, max_num_seqs=1, max_num_batched_tokens=512, **config) as llm:
-        runner: Any = llm._core.runner
-        model, caches = runner.model, runner.kv_cache.layers
-        model.use_caches(())
-        model.keep_before(layers_of(model.spec.num_layers))
-        model.use_caches(caches)
-        hidden, kept = model.hidden, []
-
-        def recording(step: Any, adapters: Any = None) -> Any:
-            computed = hidden(step, adapters)
-            kept.append(np.concatenate(model.kept, axis=1).astype(np.float16))
-            return computed
-
-        model.hidden = recording
-        for prompt, answered in answers:
-            del kept[:]
-            token_ids = [*prompt, *answered]
-            llm.generate([{"prompt_token_ids": token_ids}], SamplingParams(max_tokens=1), use_tqdm=False)
-            states = torch.from_numpy(np.concatenate(kept)[: len(token_ids)])
-            found.append(Text(torch.tensor(token_ids), states, len(prompt)))
-    return found
+            llm.generate(batch, params, use_tqdm=False)
+            num_asked += len(batch)
+            count = sum(len(part[0]) for parts in recorder.kept.values() for part in parts)
+            print(f"{num_asked} questions, {count} tokens, {time.process_time() - began_s:.0f} s of CPU", flush=True)
+        texts = recorder.texts()
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    torch.save([tuple(each) for each in texts], kept)
+    return texts
 
 
 def layers_of(num_layers: int) -> tuple[int, int, int]:
@@ -177,15 +265,14 @@ class Trained(NamedTuple):
     num_tokens: int
     num_steps: int
     right: float
-    """Share of held-out answers' tokens that the head's most likely one equals."""
+    """Share of held-out answers' tokens that the head's most likely one equals the model's."""
+    cpu_s: float
 
 
 def train(seconds: float, out: Path, seed: int) -> Trained:
     """Train a head and write it to `out`."""
     torch.manual_seed(seed)
-    began_s = time.monotonic()
-    answers = answer(seconds * SHARE_OF_ANSWERS)
-    texts = texts_of(answers)
+    texts = answer(seconds * SHARE_OF_ANSWERS, out.with_name(f"{out.name}-answers.pt"))
     path = resolve_source(MODEL)
     spec = load_model_spec(path)
     weights = DeclaredWeights(open_weights(path), spec.decoder)
@@ -196,78 +283,106 @@ def train(seconds: float, out: Path, seed: int) -> Trained:
         return torch.from_numpy(tensor)
 
     embedding = stored("model.embed_tokens.weight")
-    counts = Counter(token for _, answered in answers for token in answered)
-    own = sorted(token for token, _ in counts.most_common(OWN_TOKENS))
-    own = sorted({*own, *(token for token in range(spec.vocab_size) if len(own) < OWN_TOKENS and token < OWN_TOKENS)})
-    own_ids = torch.tensor(own[: max(len(own), 1)])
-    number_of = torch.full((spec.vocab_size,), -100)
-    number_of[own_ids] = torch.arange(len(own_ids))
+    counts = torch.bincount(
+        torch.cat([each.token_ids[each.num_prompt_tokens :] for each in texts]), minlength=len(embedding)
+    )
+    own_ids = counts.topk(OWN_TOKENS).indices.sort().values
+    num_held_out = len(texts) // 32 + 1
+    held_out = [(text, text.most_likely(embedding)) for text in texts[:num_held_out]]
+    trained = texts[num_held_out:]
     rope = next(spec.decoder.attentions()).rope
     assert rope is not None
     head = Head(spec.hidden_size, spec.intermediate_size, spec.num_heads, spec.num_kv_heads, len(own_ids), rope.theta)
-    last = f"model.layers.{spec.num_layers - 1}"
     with torch.no_grad():
         head.lm_head.weight.copy_(embedding[own_ids])
+        head.lm_head.weight.requires_grad_(False)
         head.norm.copy_(stored("model.norm.weight"))
-        head.fc.weight.zero_()
-        head.fc.weight[:, -spec.hidden_size :].copy_(torch.eye(spec.hidden_size))
-        head.attention["o_proj"].get_parameter("weight").copy_(stored(f"{last}.self_attn.o_proj.weight"))
-        for name, part in head.mlp.items():
-            part.get_parameter("weight").copy_(stored(f"{last}.mlp.{name}.weight"))
-    held_out, trained = texts[: len(texts) // 32 + 1], texts[len(texts) // 32 + 1 :]
-    num_steps = _fit(head, trained, embedding, number_of, began_s + seconds)
-    right, total = 0, 0
-    with torch.no_grad():
-        for text in held_out:
-            hidden, labels = _pass(head, [text], embedding, number_of, 1)[0]
-            right += int((head.logits(hidden).argmax(-1) == labels).sum())
-            total += int((text.num_prompt_tokens < torch.arange(2, len(text.token_ids) + 1)).sum()) - 1
+        head.fc.weight.copy_(_fitted(trained[:200], head.norm))
+        for part in (head.attention["o_proj"], head.mlp["down_proj"]):
+            part.get_parameter("weight").zero_()
+    num_steps = _fit(head, trained, embedding, own_ids, seconds * (1 - SHARE_OF_ANSWERS), held_out)
     _write(head, out, own_ids, spec, rope.theta)
-    return Trained(sum(len(text.token_ids) for text in texts), num_steps, right / max(1, total))
+    return Trained(
+        sum(len(each.token_ids) for each in texts),
+        num_steps,
+        _right(head, held_out, embedding, own_ids),
+        time.process_time(),
+    )
 
 
-def _fit(head: Head, texts: list[Text], embedding: Tensor, number_of: Tensor, ends_s: float) -> int:
-    optimizer = torch.optim.AdamW(head.parameters(), lr=1e-3, weight_decay=0.01, betas=(0.9, 0.95))
-    began_s, step = time.monotonic(), 0
-    while (left := (ends_s - time.monotonic()) / (ends_s - began_s)) > 0:
-        for group in optimizer.param_groups:
-            group["lr"] = 1e-3 * min(1.0, (step + 1) / 20) * max(left, 0.02)
-        picked = [texts[int(n)] for n in torch.randint(len(texts), (8,))]
-        # The second pass reads what the first has computed, as drafts behind the first one do.
-        passes = _pass(head, picked, embedding, number_of, 2 if left < 0.35 else 1)
-        losses = [
-            nn.functional.cross_entropy(head.logits(hidden[labels >= 0]), labels[labels >= 0])
-            for hidden, labels in passes
-        ]
-        optimizer.zero_grad()
+def _fitted(texts: list[Text], norm: Tensor) -> Tensor:
+    """Return the matrix that makes about the model's next hidden states of those that a head reads."""
+    read = torch.cat([each.states[:-1].float() for each in texts])
+    wanted = torch.cat([each.last[1:].float() for each in texts]) / norm
+    gram = read.T @ read
+    gram += 1e-3 * gram.diagonal().mean() * torch.eye(len(gram))
+    solved: Tensor = torch.linalg.solve(gram, read.T @ wanted).T
+    return solved
+
+
+def _right(head: Head, texts: list[tuple[Text, Tensor]], embedding: Tensor, own_ids: Tensor) -> float:
+    """Return the share of the answers' places in which the head's most likely token is the model's."""
+    right = total = 0
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        for text, most_likely in texts:
+            hidden, _ = next(_passes(head, [text], embedding, 1))
+            drafted = head.logits(hidden[0, -len(most_likely) :]).argmax(-1)
+            right += int((own_ids[drafted] == most_likely).sum())
+            total += len(most_likely)
+    return right / max(1, total)
+
+
+def _fit(
+    head: Head,
+    texts: list[Text],
+    embedding: Tensor,
+    own_ids: Tensor,
+    seconds: float,
+    held_out: list[tuple[Text, Tensor]],
+) -> int:
+    matrices = [each for each in head.parameters() if each.ndim == 2 and each.requires_grad]
+    vectors = [each for each in head.parameters() if each.ndim == 1]
+    rates = ((Muon(matrices), RATE), (torch.optim.AdamW(vectors, weight_decay=0.0), 2e-3))
+    own, began_s, step, order = embedding[own_ids].bfloat16(), time.process_time(), 0, torch.empty(0)
+    while (left := 1 - (time.process_time() - began_s) / seconds) > 0:
+        for optimizer, rate in rates:
+            optimizer.param_groups[0]["lr"] = rate * min(1.0, (step + 1) / 20) * min(1.0, max(left, 0.01) / 0.6)
+        if len(order) < TEXTS_A_STEP:
+            order = torch.randperm(len(texts))
+        picked, order = [texts[int(n)] for n in order[:TEXTS_A_STEP]], order[TEXTS_A_STEP:]
+        losses = []
+        with torch.autocast("cpu", torch.bfloat16):
+            # The second pass reads what the first has computed, as drafts behind the first one do.
+            for hidden, last in _passes(head, picked, embedding, 2 if left < 0.25 else 1):
+                is_text = last.any(-1)
+                target = nn.functional.softmax((last[is_text].bfloat16() @ own.T).float(), -1)
+                losses.append(nn.functional.cross_entropy(head.logits(hidden[is_text]).float(), target))
+        for optimizer, _ in rates:
+            optimizer.zero_grad()
         torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
-        nn.utils.clip_grad_norm_(head.parameters(), 1.0)
-        optimizer.step()
+        for optimizer, _ in rates:
+            optimizer.step()
         step += 1
         if step % 50 == 1:
-            print(f"step {step}: loss {losses[0].item():.3f}, {left:.0%} of the time left", flush=True)
+            right = _right(head, held_out[:12], embedding, own_ids)
+            print(f"step {step}: loss {losses[0].item():.3f}, held out {right:.3f}, {left:.0%} left", flush=True)
     return step
 
 
-def _pass(
-    head: Head, texts: list[Text], embedding: Tensor, number_of: Tensor, depth: int
-) -> list[tuple[Tensor, Tensor]]:
-    """Return the head's residuals of the pairs of the texts, and the tokens behind them, for each depth."""
+def _passes(head: Head, texts: list[Text], embedding: Tensor, depth: int) -> Any:
+    """Yield the head's residuals of the texts' pairs, and the model's last hidden states there, for each depth."""
     longest = max(len(text.token_ids) for text in texts)
     tokens = torch.zeros(len(texts), longest, dtype=torch.int64)
     states = torch.zeros(len(texts), longest, texts[0].states.shape[1])
-    labels = torch.full((len(texts), longest), -100)
+    last = torch.zeros(len(texts), longest, texts[0].last.shape[1])
     for row, text in enumerate(texts):
         count = len(text.token_ids)
-        tokens[row, :count], states[row, :count] = text.token_ids, text.states.float()
-        labels[row, text.num_prompt_tokens : count] = number_of[text.token_ids[text.num_prompt_tokens :]]
-    embedded, before = embedding[tokens[:, 1:-1]], head.fc(states[:, :-2])
-    found = []
+        tokens[row, :count], states[row, :count], last[row, :count] = text.token_ids, text.states, text.last
+    embedded, before = embedding[tokens[:, 1:]], head.fc(states[:, :-1])
     for _ in range(depth):
         hidden = head(embedded, before)
-        found.append((hidden, labels[:, 2:]))
+        yield hidden, last[:, 1:]
         before = torch.cat([before[:, :1], hidden[:, :-1]], 1)
-    return found
 
 
 def _write(head: Head, out: Path, own_ids: Tensor, spec: Any, theta: float) -> None:
@@ -317,7 +432,7 @@ def measure(head: Path, most: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--minutes", type=float, default=50.0, help="time for answers and training")
+    parser.add_argument("--minutes", type=float, default=50.0, help="CPU time for answers and training")
     parser.add_argument("--out", type=Path, required=True, help="folder of the head")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only-measure", action="store_true", help="measure the head in the folder")

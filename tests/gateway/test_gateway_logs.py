@@ -10,6 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagemill_gateway.logs import STRUCTURED
+from pagemill_gateway.request_record import RequestRecord
+from pagemill_gateway.routes.access import _line
+from pagemill_protocol.request.generate import Usage
 from pagemill_servers.process.logs import JsonLines
 
 ANY_TEXT = st.text(st.characters(exclude_categories=())) | st.sampled_from(
@@ -39,3 +42,11 @@ def test_a_message_that_is_json_keeps_its_fields() -> None:
     )
     reported = json.loads(JsonLines(structured=STRUCTURED).format(record))
     assert (reported["event"], reported["n"], reported["level"]) == ("request", 1, "info")
+
+
+def test_a_requests_line_counts_proposed_and_accepted_tokens_of_all_its_attempts() -> None:
+    record = RequestRecord(route="/v1/completions", status=200)
+    for num_accepted in (3, 1):
+        record.add_usage(Usage(10, 20, proposed_tokens=5, accepted_tokens=num_accepted))
+    line = json.loads(_line(record, "POST", "t"))
+    assert (line["proposed_tokens"], line["accepted_tokens"]) == (10, 4)
