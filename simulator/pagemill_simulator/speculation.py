@@ -16,6 +16,7 @@ from pagemill_engine.executing.null import NullRunner
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.proposing.base import KnownTokens
 from pagemill_engine.scheduler.proposals import Proposals
+from pagemill_engine.scheduler.step import StepPlan
 from pagemill_protocol.report.state import StepTimeParams
 
 RIGHT, WRONG = 1, 0
@@ -26,6 +27,9 @@ class _AcceptingRunner(NullRunner):
 
     def num_right(self, row: object, proposed: list[int]) -> int:
         return proposed.index(WRONG) if WRONG in proposed else len(proposed)
+
+    def predicted_ms(self, plan: StepPlan) -> float:
+        return super().predicted_ms(plan) + (self.step_time.draft_ms if plan.proposals else 0.0)
 
 
 class _ExpectedTokens:
@@ -70,6 +74,6 @@ def simulated_core(
         settings = msgspec.structs.replace(settings, overlap=False)
         kind, method = _AcceptingRunner, _ExpectedTokens(step_time, settings.seed or 0)
         proposals = Proposals([method], method.most)
-        proposals.per_decode = step_time.tokens_per_decode, step_time.computed_per_decode
+        proposals.per_decode = step_time.tokens_per_decode, step_time.computed_per_decode, step_time.draft_ms
     runner = kind.from_config(settings, serves_adapters=serves_adapters, clock=clock, sleep=advance)
     return EngineCore(settings, runner, clock=clock, proposals=proposals)

@@ -114,11 +114,12 @@ def test_what_decodes_sample_and_compute_is_published(checking_runner: Make) -> 
     core = an_engine(checking_runner, speculative=SpeculationConfig(method="ngram"))
     serve(core, "a", "")
     assert core._proposals is not None
-    assert core._proposals.per_decode == (1.0, 1.0)
+    assert core._proposals.per_decode == (1.0, 1.0, 0.0)
     for name in "bcdefgh":
         serve(core, name, "")
-    sampled, computed = core._proposals.per_decode
+    sampled, computed, draft_ms = core._proposals.per_decode
     assert 1.1 < sampled <= computed < 9.0
+    assert draft_ms == 0.0
     params = core._step_time_due() or core.step_time.params(*core._proposals.per_decode)
     assert (params.tokens_per_decode, params.computed_per_decode) == (sampled, computed)
     assert StepTimeModel.from_params(params).tokens_per_decode == sampled

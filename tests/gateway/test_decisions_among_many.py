@@ -48,6 +48,8 @@ def test_a_waiting_request_expects_answers_to_end_by_the_tokens_of_a_step() -> N
     model = StepTimeModel.from_params(replace(params(1.0), tokens_per_decode=2.0, computed_per_decode=3.0))
     assert take_snapshot(model, 512, 4, 400).decode_ms == model.predict_ms(15, 400) > model.predict_ms(5, 400)
     assert take_snapshot(model, 512, 4, 400).budget == 500
+    drafting = StepTimeModel.from_params(replace(params(1.0), tokens_per_decode=2.0, draft_ms=3.0))
+    assert take_snapshot(drafting, 512, 4, 400).decode_ms == model.predict_ms(5, 400) + 3.0
 
 
 def params(factor: float) -> StepTimeParams:

@@ -52,8 +52,10 @@ def test_proposed_tokens_that_are_right_make_answers_of_fewer_steps() -> None:
     """Two tokens a step halve the time per token and the requests that decode at once; what is computed in vain makes
     steps longer."""
 
-    def predicted(sampled: float, computed: float) -> float:
-        step_time = msgspec.structs.replace(STEP_TIME, tokens_per_decode=sampled, computed_per_decode=computed)
+    def predicted(sampled: float, computed: float, draft_ms: float = 0.0) -> float:
+        step_time = msgspec.structs.replace(
+            STEP_TIME, tokens_per_decode=sampled, computed_per_decode=computed, draft_ms=draft_ms
+        )
         shape = msgspec.structs.replace(SHAPE, step_time=step_time)
         return Predictor(shape, 0.5).predict(OfferedLoad(4.0, 1, 0, 1, 200), 1).tpot_ms
 
@@ -61,6 +63,8 @@ def test_proposed_tokens_that_are_right_make_answers_of_fewer_steps() -> None:
     # Half of the steps hold half of the requests.
     assert predicted(2.0, 1.0) == pytest.approx(10 / (1 - 4 / 63 * 0.4) * (1 - 4 / 63 / 10) / 2, rel=0.02)
     assert predicted(2.0, 1.0) < predicted(2.0, 4.0) < predicted(1.0, 1.0)
+    # Drafting is as much of each step as a fixed part of it: 10 ms more double the time.
+    assert predicted(2.0, 1.0, 10.0) == pytest.approx(20 / (1 - 4 / 63 * 0.4) * (1 - 4 / 63 / 20) / 2, rel=0.02)
 
 
 rates = st.floats(0.01, 200.0)

@@ -169,7 +169,10 @@ def _verifying(replica: PlannedReplica, options: ReplicaOptions) -> PlannedRepli
     sampled, computed = options.per_decode or (step_time.tokens_per_decode, step_time.computed_per_decode)
     if sampled > 1 and step_time.stages > 1:
         raise PlanError("--tokens-per-decode: engines with stages (pipelineParallel) propose nothing; give 1/1")
-    step_time = msgspec.structs.replace(step_time, tokens_per_decode=sampled, computed_per_decode=computed)
+    draft_ms = step_time.draft_ms if computed > 1 else 0.0
+    step_time = msgspec.structs.replace(
+        step_time, tokens_per_decode=sampled, computed_per_decode=computed, draft_ms=draft_ms
+    )
     return replica._replace(shape=msgspec.structs.replace(replica.shape, step_time=step_time))
 
 
@@ -362,7 +365,9 @@ def _measured(
             cache = _divided(config, spec, num_blocks, sizes)
     num_blocks = cache.counts[0]
     # Answers to random tokens repeat themselves, so their proposals say nothing about those of clients.
-    step_time = msgspec.structs.replace(measured.step_time, tokens_per_decode=1.0, computed_per_decode=1.0)
+    step_time = msgspec.structs.replace(
+        measured.step_time, tokens_per_decode=1.0, computed_per_decode=1.0, draft_ms=0.0
+    )
     replica = PlannedReplica(
         shape=Shape(num_blocks, limits.block_size, limits.max_num_seqs, limits.max_num_batched_tokens, step_time),
         max_model_len=min(limits.max_model_len, num_blocks * limits.block_size),

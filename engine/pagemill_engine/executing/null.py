@@ -67,7 +67,7 @@ class NullRunner:
     ) -> None:
         """Create a runner. `clock` returns seconds; `sleep` gets the remaining seconds of a step."""
         self._info = info
-        self._step_time = StepTimeModel.from_params(step_time)
+        self.step_time = StepTimeModel.from_params(step_time)
         self._clock = clock
         self._sleep = sleep
         self._rows: dict[str, _Row] = {}
@@ -113,14 +113,16 @@ class NullRunner:
             raise StepPlanError(f"step {plan.step} was launched while the device sleeps")
         self._apply(plan)
         token_ids = self._compute(plan)
-        predicted_ms = self._step_time.predict_ms(
-            plan.num_tokens, plan.decode_context_tokens, plan.chunk_context_products
-        )
+        predicted_ms = self.predicted_ms(plan)
         self._busy_until_s = max(self._clock(), self._busy_until_s) + predicted_ms / 1000
         logprobs = dict(self._logprobs(token_ids)) if self._with_logprobs else {}
         prompts = {name: self._of_prompt(targets) for name, targets in plan.prompt_targets.items()}
         done_at_s = self._busy_until_s + (self._info.stages - 1) * predicted_ms / 1000  # in the later stages
         return NullHandle(token_ids, logprobs, prompts, done_at_s)
+
+    def predicted_ms(self, plan: StepPlan) -> float:
+        """Return the milliseconds that a step takes."""
+        return self.step_time.predict_ms(plan.num_tokens, plan.decode_context_tokens, plan.chunk_context_products)
 
     def wait(self, handle: NullHandle) -> StepResult:
         left_s = handle.done_at_s - self._clock()

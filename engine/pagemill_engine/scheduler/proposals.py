@@ -67,8 +67,10 @@ class Proposals:
         self._rounds = rounds
         self._measured = MeasuredSteps()
         self._gained_ms = 0.0
-        self.per_decode = (1.0, 1.0)
-        """Tokens that a decode has sampled, and computed, in a step of late."""
+        self.per_decode = (1.0, 1.0, 0.0)
+        """Tokens that a decode has sampled, and computed, in a step of late, and milliseconds of drafting behind it."""
+        self._draft_ms = 0.0
+        """Of the latest step."""
         self._num_asked = self._num_chosen = self._num_accepted = 0
         """Of the latest step with decodes: these, and their tokens that were proposed and sampled."""
         self._turn_ms = 0.0
@@ -94,9 +96,11 @@ class Proposals:
         if not sequences:
             return []
         if self._num_asked:
-            now = 1 + self._num_accepted / self._num_asked, 1 + self._num_chosen / self._num_asked
-            sampled, computed = self.per_decode
-            self.per_decode = sampled + STEP_GAIN * (now[0] - sampled), computed + STEP_GAIN * (now[1] - computed)
+            now = 1 + self._num_accepted / self._num_asked, 1 + self._num_chosen / self._num_asked, self._draft_ms
+            sampled, computed, draft_ms = (
+                before + STEP_GAIN * (latest - before) for before, latest in zip(self.per_decode, now, strict=True)
+            )
+            self.per_decode, self._draft_ms = (sampled, computed, draft_ms), 0.0
         chosen = self._chosen(sequences, all_sequences, 0)
         self._num_asked, self._num_accepted = len(sequences), 0
         self._num_chosen = sum(len(token_ids) for _, token_ids in chosen)
@@ -183,6 +187,7 @@ class Proposals:
             return
         self._rounds.record(max(map(len, result.drafted.values())), result.draft_ms)
         self._gained_ms -= result.draft_ms
+        self._draft_ms = result.draft_ms
         for name, drafted in result.drafted.items():
             sequence = sequences.get(name)
             if sequence is None or sequence.state is not SequenceState.RUNNING or sequence.was_jumped:

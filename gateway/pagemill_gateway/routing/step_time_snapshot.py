@@ -42,6 +42,6 @@ def take_snapshot(
         num_decode_tokens=num_decode_tokens,
         num_context_tokens=num_context_tokens,
         budget=budget,
-        decode_ms=model.predict_ms(round((num_running + 1) * computed), num_context_tokens),
+        decode_ms=model.predict_ms(round((num_running + 1) * computed), num_context_tokens) + model.draft_ms,
         full_ms=model.predict_ms(num_decode_tokens + budget, num_context_tokens),
     )

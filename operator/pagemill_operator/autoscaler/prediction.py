@@ -220,7 +220,8 @@ class _ReplicaPredictor:
         context = load.prompt_tokens + load.output_tokens / 2
         products = prefill * load.prompt_tokens / 2
         tokens = max(1, round(decoding * self._computed + prefill))
-        return self._model.predict_ms(tokens, round(decoding * context), round(products)) * self._slowness / 1000
+        ms = self._model.predict_ms(tokens, round(decoding * context), round(products))
+        return (ms + min(1.0, decoding) * self._model.draft_ms) * self._slowness / 1000
 
     def _mean_step_s(self, load: OfferedLoad, decoding: float, prefill: float) -> float:
         """Return the mean length of steps that compute `prefill` prompt tokens on average.

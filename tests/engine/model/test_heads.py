@@ -406,6 +406,9 @@ def test_every_combination_with_a_head_gives_the_answers_without(folders: dict[s
                 outputs += (alone := _generate(llm, [each]))
                 assert alone[0].metrics is not None
                 assert (alone[0].metrics.num_proposed_tokens > 0) is drafts, each
+            if drafts:
+                assert llm._core._proposals is not None
+                assert llm._core._proposals.per_decode[2] > 0, "what drafting takes is published"
             (searched,) = llm.beam_search([PROMPTS[0]], BeamSearchParams(beam_width=3, max_tokens=6))
             texts = [[(c.text, c.token_ids, c.logprobs, c.finish_reason) for c in out.outputs] for out in outputs]
             beams = [(beam.text, beam.tokens) for beam in searched.sequences]

@@ -42,6 +42,8 @@ class StepTimeParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """Tokens that a decode samples in a step: more than 1 where proposed tokens were right."""
     computed_per_decode: float = 1.0
     """Tokens that a decode computes in a step, proposed ones included."""
+    draft_ms: float = 0.0
+    """Milliseconds behind a step with decodes in which a model or a head drafts; no part of the times above."""
     stages: int = 1
     """Steps that are computed at the same time, one in each stage of a pipeline; the times are those of one stage."""
 

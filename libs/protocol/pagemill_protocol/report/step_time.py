@@ -116,6 +116,8 @@ class StepTimeModel:
         """The numbers that predictions use."""
         self.tokens_per_decode = self.computed_per_decode = 1.0
         """Tokens that a decode samples and computes in a step, as the engine reported."""
+        self.draft_ms = 0.0
+        """Time of drafting behind a step with decodes, which predictions do not include, as the engine reported."""
         self.stages = 1
         """Stages that compute different steps at the same time. Predictions are of one stage."""
         self._error_p50 = 0.0
@@ -157,6 +159,7 @@ class StepTimeModel:
         model._error_p95 = _finite(params.error_p95)
         model.tokens_per_decode = max(1.0, _finite(params.tokens_per_decode))
         model.computed_per_decode = max(1.0, _finite(params.computed_per_decode))
+        model.draft_ms = _finite(params.draft_ms)
         model.stages = max(1, params.stages)
         model._publish()
         return model
@@ -245,7 +248,9 @@ class StepTimeModel:
         if self._num_observed % REFIT_EVERY == 0 or self._num_observed <= REFIT_EVERY:
             self._refit()
 
-    def params(self, tokens_per_decode: float = 1.0, computed_per_decode: float = 1.0) -> StepTimeParams:
+    def params(
+        self, tokens_per_decode: float = 1.0, computed_per_decode: float = 1.0, draft_ms: float = 0.0
+    ) -> StepTimeParams:
         return StepTimeParams(
             knots_tokens=list(self._knots),
             knot_ms=list(self._knot_ms),
@@ -256,6 +261,7 @@ class StepTimeModel:
             error_p95=self._error_p95,
             tokens_per_decode=tokens_per_decode,
             computed_per_decode=computed_per_decode,
+            draft_ms=draft_ms,
             stages=self.stages,
         )
 
