@@ -27,9 +27,11 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
+from started_by_fork import install
 from unclosed_connections import refuse_unclosed, watch_connections
 
 watch_connections()
+install()
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
 for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
