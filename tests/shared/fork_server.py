@@ -43,9 +43,15 @@ IMPORTED = (
     "pagemill_gateway.processes.__main__",
     "pagemill_operator.backends.local",
     "pagemill_servers.process.malloc",
+    "failing_rank",
     "uvloop",
 )
-RUN = ("pagemill_engine.loop.process", "pagemill_engine.starting.rank_process", "pagemill_gateway.processes.__main__")
+RUN = (
+    "failing_rank",
+    "pagemill_engine.loop.process",
+    "pagemill_engine.starting.rank_process",
+    "pagemill_gateway.processes.__main__",
+)
 """Of these, what is a program itself: each fork runs it anew, under the name `__main__`."""
 STARTING = {"pagemill": None, "pagemill_engine.server": 1}
 """Programs that start others: of so many, if not None, they ask a fork server of their own."""
@@ -93,7 +99,8 @@ def _become(request: dict[str, Any], files: list[int]) -> dict[str, Any]:
         ours, theirs = started_by_fork.connected()
         server = os.fork()
         if server == 0:
-            for file in (*files, ours.fileno()):
+            ours.close()
+            for file in files:
                 os.close(file)
             return serve(theirs, STARTING[program])
         theirs.close()
@@ -137,7 +144,7 @@ def main() -> None:
     gc.freeze()
     request = serve(connection)
     sys.argv[:] = request["argv"]
-    sys.path[0] = request["folder"]
+    sys.path.insert(0, request["folder"])
     runpy._run_module_as_main(request["argv"][0])  # type: ignore[attr-defined]
 
 

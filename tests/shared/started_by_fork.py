@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 MODULES = (
+    "failing_rank",
     "pagemill",
     "pagemill_engine.server",
     "pagemill_engine.loop.process",

@@ -59,7 +59,6 @@ def fails(monkeypatch: pytest.MonkeyPatch, *failures: Failure) -> None:
     monkeypatch.setattr(load_ranks, "RANK_PROCESS", "failing_rank")
     monkeypatch.setattr(load_ranks, "SharedMemoryGroup", FailingGroup)
     monkeypatch.setattr(FailingGroup, "failures", failures)
-    monkeypatch.setenv("PYTHONPATH", str(Path(failing_rank.__file__).parent))
     monkeypatch.setenv(failing_rank.VARIABLE, f"[{','.join(failure.encode() for failure in failures)}]")
 
 

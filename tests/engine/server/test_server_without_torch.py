@@ -9,6 +9,7 @@ from typing import Any
 import httpx2 as httpx
 import psutil
 import pytest
+from started_by_fork import executed
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.starting.factory import create_runner
@@ -36,7 +37,10 @@ def libraries_of(process: psutil.Process) -> set[str]:
 
 @pytest.mark.skipif(find_driver() is not None, reason="with an NVIDIA driver the engine imports torch ahead")
 def test_no_process_imports_torch_for_any_answer(start_server: Callable[..., Any]) -> None:
-    server = start_server(engine={"null_runner": False, "model": SMOLLM2, "num_kv_blocks": 128, "max_model_len": 512})
+    with executed():
+        server = start_server(
+            engine={"null_runner": False, "model": SMOLLM2, "num_kv_blocks": 128, "max_model_len": 512}
+        )
     server.wait_for("ready")
     with httpx.Client(base_url=server.url, timeout=60) as client:
         for fields in ASKED:
