@@ -51,7 +51,7 @@ class _ForkServer:
         self._environment = dict(os.environ)
 
     def serves(self, environment: dict[str, str]) -> bool:
-        """Return whether it can fork once more, and a fork differs in nothing that is read at an interpreter's start."""
+        """Return whether it can fork once more, and a fork lacks nothing that an interpreter reads at its start."""
         return self._num_forks != 0 and not any(
             self._environment.get(name) != environment.get(name)
             for name in self._environment.keys() | environment.keys()
