@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from oci_registry import PASSWORD, USER, artifact, image, push, token_registry
 from s3_server import KEY, SECRET, S3Server, running_s3_server
-from tiny_files import model_files, safetensors
+from tiny_files import gguf_file, model_files, safetensors
 
 from pagemill_models.sources import FetchError, SourceError, resolve_adapter, resolve_source
 from pagemill_models.sources.base import RemoteFile
@@ -20,6 +20,7 @@ FILES = {
     "adapter_config.json": json.dumps({"peft_type": "LORA", "r": 8}).encode(),
     "adapter_model.safetensors": safetensors(4000),
 }
+GGUF = gguf_file(400)
 OTHERS = {"README.md": b"# an adapter", "optimizer.pt": b"pickled", "checkpoint-1/adapter_config.json": b"{}"}
 
 
@@ -34,6 +35,7 @@ def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     with running_s3_server(tmp_path_factory.mktemp("s3")) as server:
         server.put("adapters", {f"one/{name}": content for name, content in {**FILES, **OTHERS}.items()})
         server.put("adapters", {f"both/{name}": content for name, content in {**FILES, **model_files()}.items()})
+        server.put("adapters", {"converted/adapter.gguf": GGUF, "converted/README.md": b"# an adapter"})
         server.put("adapters", {"pickle/adapter_config.json": b"{}", "pickle/adapter_model.bin": b"pickled"})
         yield server
 
@@ -61,6 +63,12 @@ def test_one_place_may_hold_a_model_and_an_adapter(signed: None) -> None:
     assert content_of(model).keys() >= model_files().keys()
 
 
+def test_a_bucket_gives_an_adapter_in_a_gguf_file(signed: None) -> None:
+    folder = resolve_adapter("s3://adapters/converted", "source")
+    assert content_of(folder).keys() == {"adapter.gguf"}
+    assert resolve_adapter("s3://adapters/converted/adapter.gguf", "source").read_bytes() == GGUF
+
+
 def test_a_pickle_is_refused_before_it_is_fetched(signed: None) -> None:
     with pytest.raises(FetchError, match="safe_serialization=True") as caught:
         resolve_adapter("s3://adapters/pickle", "source")
@@ -82,6 +90,8 @@ def test_what_is_no_adapter_is_named() -> None:
     with pytest.raises(FetchError, match=r"has no `adapter_config\.json`") as caught:
         select_adapter_files("`org/m`", None, [RemoteFile(name, 3) for name in model_files()])
     assert caught.value.reason == "AdapterNotFound"
+    with pytest.raises(FetchError, match=r"Name one of its GGUF files after a slash: a\.gguf, b\.gguf"):
+        select_adapter_files("`org/m`", None, [RemoteFile("a.gguf", 3), RemoteFile("b.gguf", 3)])
     with pytest.raises(FetchError, match=r"`adapter_model\.safetensors` is missing"):
         select_adapter_files("`org/m`", None, [RemoteFile("adapter_config.json", 3)])
 

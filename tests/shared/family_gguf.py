@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -62,6 +63,49 @@ def write_family_gguf(
         writer.add_tokenizer_model(tokenizer)
     for name, tensor in _tensors(folder, config, architecture).items():
         writer.add_tensor(name, tensor.float().contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def write_adapter_gguf(
+    path: Path, folder: Path, architecture: str, matrices: dict[str, tuple[Tensor, Tensor]], alpha: float
+) -> None:
+    """Write an adapter for `folder`'s model: A [rank, in] and B [out, rank] by the names of modules."""
+    config: Config = json.loads((folder / "config.json").read_text())
+    arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(arch, next(config[name] for name in _METADATA["block_count"] if name in config))
+    # A and B are those of the module, whatever the order in which its matrix is stored.
+    change = _changed(architecture if architecture != "gpt2" else "")
+    tensors = {}
+    for module, (a, b) in matrices.items():
+        for part, rows in change(f"{module}.weight", b, config).items():
+            short = part if part.startswith("blk.") else names.get_name(part, try_suffixes=(".weight",))
+            tensors[f"{short}.lora_a"] = a.T if short == "token_embd.weight" else a
+            tensors[f"{short}.lora_b"] = rows
+    write_lora(path, architecture, tensors, alpha)
+
+
+def write_lora(
+    path: Path, architecture: str, tensors: dict[str, Tensor], alpha: float, *, kind: str = "F32",
+    general_type: str = gguf.GGUFType.ADAPTER, metadata: dict[str, str] | None = None,
+) -> None:  # fmt: skip
+    """Write an adapter as llama.cpp's converter does. `tensors`: with the names and orders of the file."""
+    writer, storage = gguf.GGUFWriter(path, architecture), gguf.GGMLQuantizationType[kind]
+    writer.add_type(general_type)
+    writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
+    writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, alpha)
+    for key, value in (metadata or {}).items():
+        writer.add_string(key, value)
+    for name, tensor in tensors.items():
+        values = tensor.float().contiguous().numpy()
+        if kind == "Q8_1":  # the package writes none
+            block, size = gguf.GGML_QUANT_SIZES[storage]
+            values = np.zeros((*values.shape[:-1], values.shape[-1] // block * size), dtype=np.uint8)
+        else:
+            values = gguf.quants.quantize(values, storage)
+        writer.add_tensor(name, values, raw_dtype=storage)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -15,9 +15,11 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from pagemill_engine.decoders.row_order import ungrouped
+from pagemill_engine.weights.dequantize import dequantize_into, supported_types
 from pagemill_kernels.arrays import NUMPY_TYPES, Array, widened
 from pagemill_models.adapters.errors import unreadable, unsupported
-from pagemill_models.adapters.folder import AdapterFiles, LowRank, SavedCopy
+from pagemill_models.adapters.parts import AdapterFiles, LowRank, SavedCopy
 from pagemill_models.files.regular_file import open_regular
 from pagemill_models.files.safetensors_header import TensorHeader
 from pagemill_models.sharding.linears import LinearUse
@@ -70,7 +72,7 @@ def read_values(files: AdapterFiles, base: ReadBase, pause: Pause = lambda: None
         os.close(descriptor)
     if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
         raise unreadable(f"`{files.path}` changed while it was read. Load the adapter again once it is complete.")
-    scales = sorted((low.use.number, low.first_row, low.scale) for low in files.parts)
+    scales = sorted((low.use.number, low.first_row, low.scale, low.heads) for low in files.parts)
     reader.hasher.update(msgspec.json.encode(scales))
     return AdapterValues(reader.hasher.hexdigest()[:32], max(low.rank for low in files.parts), parts)
 
@@ -96,12 +98,21 @@ class _Reader:
                 start += count
             self.hasher.update(f"{header.name}|{header.dtype}|{header.shape}|".encode())
             self.hasher.update(raw.data)
-            values = raw.view(_TYPES[header.dtype]).reshape(header.shape)
-            values = values if header.dtype == "BF16" else widened(values)
+            values = self._values(header, raw)
             if not _is_finite(values):
                 raise unsupported(f"Tensor `{header.name}` has values that are not finite.")
             self._kept[header.name] = values
         return self._kept[header.name]
+
+    def _values(self, header: TensorHeader, raw: Array) -> Array:
+        if header.dtype in _TYPES:
+            values = raw.view(_TYPES[header.dtype]).reshape(header.shape)
+            return values if header.dtype == "BF16" else widened(values)
+        if header.dtype not in supported_types():
+            raise unsupported(f"Tensor `{header.name}` is stored as {header.dtype}. Use float16, bfloat16 or Q8_0.")
+        values = np.empty(header.shape, dtype=np.float32)
+        dequantize_into(header.dtype, raw, values)
+        return values
 
 
 def _is_finite(values: Array) -> bool:
@@ -112,12 +123,35 @@ def _is_finite(values: Array) -> bool:
 
 def _part(low: LowRank, reader: _Reader) -> PartOfAdapter:
     a, b = reader.read(low.a), reader.read(low.b)
-    if low.expert is not None:
+    trained = low.use.spec.trained_groups
+    if low.is_converted:
+        a, b = _unconverted(low, a, b)
+    elif low.expert is not None:
         a = a.reshape(low.num_experts, low.rank, -1)[low.expert]
         b = b.reshape(len(b), low.rank, low.num_experts)[:, :, low.expert]
         if low.swapped:
             a, b = b.T, a.T
+    if trained is not None and not low.is_converted and len(b) == low.use.spec.out_features:
+        b = b[ungrouped(trained)]
     return PartOfAdapter(low.use, low.first_row, np.ascontiguousarray(a), widened(b) * np.float32(low.scale))
+
+
+def _unconverted(low: LowRank, a: Array, b: Array) -> tuple[Array, Array]:
+    """Return A [rank, in] and B [out, rank] of a GGUF file's tensors, with the rows of B as the base stores them."""
+    if low.expert is not None:
+        a, b = a[low.expert], b[low.expert]
+    if low.use.is_table:
+        a = a.T
+    if low.heads:
+        b = b.reshape(low.heads, -1, 2, b.shape[1]).swapaxes(1, 2).reshape(b.shape)
+    stored = next(
+        each for each, rows in zip(low.use.spec.parts, low.use.stored(), strict=True) if rows.end > low.first_row
+    )
+    if stored.groups is not None:
+        grouped = np.empty_like(b)
+        grouped[ungrouped(stored.groups)] = b
+        b = grouped
+    return a, b
 
 
 def _compare(copy: SavedCopy, values: Array, base: Array) -> None:

@@ -50,11 +50,6 @@ def check_serves(config: EngineConfig, spec: ModelSpec) -> None:
         why = "embedding and reranking models serve no adapters. Merge one into the weights"
     elif spec.decoder.by_transformers:
         why = "models that run by classes of transformers serve no adapters. Merge one into the weights"
-    elif spec.weights_format == "gguf":
-        why = (
-            "the rows of matrices in GGUF files have an order of their own, for which adapters are not read in this "
-            "version. Serve the model's safetensors, with quantization=int8 or int4"
-        )
     if why:
         raise LoadError("SettingsUnsupported", f"enable_lora: {why}.")
 

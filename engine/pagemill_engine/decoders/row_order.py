@@ -23,14 +23,14 @@ def stacked_order(spec: LinearSpec, order: Order | None) -> Order | None:
         return order
     pieces, start = [], 0
     for part in spec.parts:
-        own = np.arange(part.rows) if part.groups is None else _ungrouped(part.groups)
+        own = np.arange(part.rows) if part.groups is None else ungrouped(part.groups)
         pieces.append(own + start)
         start += part.rows
     stored = np.concatenate(pieces)
     return stored if order is None else stored[order]
 
 
-def _ungrouped(groups: RowGroups) -> Order:
+def ungrouped(groups: RowGroups) -> Order:
     """Return all rows of the groups' first size, then all of the second."""
     rows = np.arange(groups.count * sum(groups.sizes)).reshape(groups.count, -1)
     ends = list(accumulate(groups.sizes))

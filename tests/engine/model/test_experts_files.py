@@ -16,6 +16,7 @@ import transformers
 from greedy_families import greedy_reference
 from moe_gguf import write_moe_gguf
 from outlines import outline
+from packed_models import write_mxfp4
 from safetensors.torch import load_file, save_file
 
 from pagemill_engine.config import EngineConfig
@@ -84,29 +85,6 @@ def test_a_gguf_file_gives_the_answers_of_its_values(
     model, path = make(architecture), tmp_path / "model.gguf"
     write_moe_gguf(path, model, architecture, kind)
     assert answers(path, runner_loader, make_driver, backend=backend) == expected(model)
-
-
-def write_mxfp4(folder: Path, model: Any) -> None:
-    """Write the experts' matrices as pairs of blocks and scales, as gpt-oss does; set the model to the same values."""
-    generator = torch.Generator().manual_seed(3)
-    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
-    stored = {}
-    with torch.no_grad():
-        for name, tensor in model.state_dict().items():
-            if not name.endswith(("gate_up_proj", "down_proj")):
-                stored[name] = tensor.clone()
-                continue
-            num_experts, inputs, outputs = tensor.shape
-            codes = torch.randint(0, 16, (num_experts, outputs, inputs // 32, 16, 2), generator=generator)
-            exponents = torch.randint(120, 126, (num_experts, outputs, inputs // 32), generator=generator)
-            stored[f"{name}_blocks"] = (codes[..., 0] | codes[..., 1] << 4).to(torch.uint8)
-            stored[f"{name}_scales"] = exponents.to(torch.uint8)
-            scaled = values[codes.flatten(-2)] * 2.0 ** (exponents[..., None] - 127)
-            tensor.copy_(scaled.flatten(2).transpose(1, 2))
-    folder.mkdir()
-    save_file(stored, folder / "model.safetensors")
-    config = model.config.to_dict() | {"quantization_config": {"quant_method": "mxfp4"}}
-    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["GptOssForCausalLM"]}))
 
 
 def test_a_folder_in_mxfp4_gives_the_answers_of_its_values(

@@ -13,10 +13,11 @@ from typing import Any
 import family_gguf
 import pytest
 import torch
-from expert_models import DEEPSEEK_V2, LATENT
+from expert_models import DEEPSEEK_V2
 from family_checkpoints import KINDS, NUM_HEADS, SIZE, write_checkpoint
 from family_gguf import write_family_gguf
-from family_models import FALCON, GPT2, LLAMA, MODELS, VARIANTS, write_model
+from family_models import MODELS, write_model
+from gguf_files import BEYOND, FILES, PROMPTS, SAME_MAGNITUDE
 from safetensors.torch import load_file, save_file
 
 from pagemill_engine.weights.errors import LoadError
@@ -26,68 +27,6 @@ from pagemill_models.spec.model_files import load_model_spec
 Loader = Callable[..., Any]
 Drivers = Callable[[Any], Any]
 NUM_TOKENS = 8
-PROMPTS: list[list[int]] = [[3 + 7 * at % 190 for at in range(length)] for length in (1, 5, 40)]
-FALCON_GROUPED = {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2}
-OLMOE = {**LLAMA, "num_experts": 5, "num_experts_per_tok": 2}
-SAME_MAGNITUDE = {"rope_parameters": {**LATENT["rope_parameters"], "mscale": 1.2}}
-FILES: dict[str, tuple[str, tuple[str, dict[str, Any]]]] = {
-    "gpt2": ("gpt2", ("GPT2LMHeadModel", GPT2)),
-    "starcoder": ("starcoder", VARIANTS["gpt-bigcode"]),
-    "bloom": ("bloom", MODELS["bloom"]),
-    "bloom with six heads": ("bloom", VARIANTS["bloom with six heads"]),
-    "gptneox": ("gptneox", MODELS["gpt-neox"]),
-    "gptneox one after another": (
-        "gptneox",
-        ("GPTNeoXForCausalLM", {**MODELS["gpt-neox"][1], "use_parallel_residual": False, "attention_bias": False}),
-    ),
-    "gptj": ("gptj", MODELS["gptj"]),
-    "falcon 7b": ("falcon", MODELS["falcon"]),
-    "falcon 40b": ("falcon", ("FalconForCausalLM", FALCON_GROUPED)),
-    "falcon 11b": ("falcon", ("FalconForCausalLM", {**FALCON_GROUPED, "num_ln_in_parallel_attn": 1})),
-    "mpt": ("mpt", VARIANTS["mpt with six heads"]),
-    "gemma": ("gemma", VARIANTS["gemma"]),
-    "gemma2": ("gemma2", MODELS["gemma2"]),
-    "gemma3": ("gemma3", VARIANTS["gemma3 with a cap and scaling"]),
-    "phi2": ("phi2", VARIANTS["phi"]),
-    "phi3": ("phi3", ("Phi3ForCausalLM", {**LLAMA, "pad_token_id": 0, "sliding_window": 24})),
-    "phi3 with a partial rotation": (
-        "phi3",
-        ("Phi3ForCausalLM", {**LLAMA, "pad_token_id": 0, "partial_rotary_factor": 0.5}),
-    ),
-    "phi3 with long contexts": ("phi3", VARIANTS["phi3 with long contexts"]),
-    "olmo2": ("olmo2", VARIANTS["olmo2"]),
-    "olmoe": ("olmoe", ("OlmoeForCausalLM", OLMOE)),
-    "granite": ("granite", VARIANTS["granite"]),
-    "granite with biases": ("granite", VARIANTS["granite with biases"]),
-    "smollm3": ("smollm3", VARIANTS["smollm3"]),
-    "starcoder2": ("starcoder2", ("Starcoder2ForCausalLM", LLAMA)),
-    "stablelm": ("stablelm", VARIANTS["stablelm"]),
-    "stablelm side by side": ("stablelm", VARIANTS["stablelm side by side"]),
-    "command-r": ("command-r", VARIANTS["cohere"]),
-    "nemotron": ("nemotron", VARIANTS["nemotron"]),
-    "deepseek2, V3": ("deepseek2", ("DeepseekV3ForCausalLM", LATENT | SAME_MAGNITUDE)),
-    "deepseek2, V2": ("deepseek2", ("DeepseekV2ForCausalLM", DEEPSEEK_V2 | SAME_MAGNITUDE)),
-    "deepseek2, V2-Lite": (
-        "deepseek2",
-        (
-            "DeepseekV2ForCausalLM",
-            {**LATENT, "topk_method": "greedy", "q_lora_rank": None, "rope_parameters": {"rope_theta": 5000.0}},
-        ),
-    ),
-}
-BEYOND = {
-    "baichuan 7b": "baichuan",
-    "baichuan 13b": "baichuan",
-    "internlm2": "internlm2",
-    "qwen": "qwen",
-    "aquila": "llama",
-    "aquila2": "llama",
-    "internlm": "llama",
-    "internlm3": "llama",
-}
-"""Names in `general.architecture`. Converters store other models with Llama's architecture, including those with
-biases, as `llama`.
-"""
 
 
 def assert_equal_answers(one: Path, other: Path, load: Loader, make_driver: Drivers) -> None:

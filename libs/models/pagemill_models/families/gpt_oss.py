@@ -109,9 +109,10 @@ def _layer(plain: LayerSpec, experts: Mixture, storage: _Storage, limit: float) 
 
 def _expert(name: str, experts: Mixture, storage: _Storage, limit: float) -> MLPSpec:
     size, inner = experts.hidden_size, experts.intermediate_size
+    rows = RowGroups(inner, (1, 1))
     up = linear(size, (f"{name}.gate_proj", inner), (f"{name}.up_proj", inner), bias=True)
+    up = msgspec.structs.replace(up, trained_groups=rows)
     if storage.interleaved:
-        rows = RowGroups(inner, (1, 1))
         both = MatrixSpec(
             name=f"{name}.gate_up_proj", rows=2 * inner, bias=True, transposed=storage.transposed, groups=rows
         )

@@ -51,6 +51,8 @@ def select_adapter_files(name: str, wanted: str | None, files: Sequence[RemoteFi
     if wanted is not None or any(file.is_archive for file in files):
         return select_files(name, wanted, files)
     by_path = {file.path: file for file in files}
+    if ADAPTER_CONFIG not in by_path and any(path.endswith(".gguf") for path in by_path):
+        return _only_gguf(name, files)
     if ADAPTER_CONFIG not in by_path:
         raise FetchError("AdapterNotFound", f"{name} has no `{ADAPTER_CONFIG}`: it is no adapter that PEFT wrote.")
     if ADAPTER_WEIGHTS not in by_path:

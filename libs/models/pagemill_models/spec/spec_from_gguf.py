@@ -18,6 +18,8 @@ _FLOATS = (GGMLType.F32, GGMLType.F16, GGMLType.BF16, GGMLType.F64)
 def spec_from_gguf(file: GGUFFile) -> ModelSpec:
     """Return the file's spec, whose numbers are not yet checked against each other. Raises `SourceError`."""
     name, found = family_of(file)
+    if file.metadata.get("general.type") == "adapter":
+        raise GGUFError(f"`{file.path}` is an adapter. Serve its model with --lora-modules NAME={file.path.name}.")
     if found.family.read_gguf is None:
         raise unsupported(name, file.path, " in a GGUF file")
     tensors, values = file.tensors, GGUFValues(file, name, found.architecture)
