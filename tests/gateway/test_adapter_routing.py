@@ -344,3 +344,29 @@ async def test_a_key_may_use_the_adapters_that_it_names(engines, gateways, fake)
     assert (await gateway.chat(model="pretty", headers=headers)).status == 200
     for name in ("terse", fake.MODEL):
         assert (await gateway.chat(model=name, headers=headers)).error["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize("digest", ["p", "p trained again"])
+async def test_a_broken_stream_is_continued_with_the_same_content_only(engines, gateways, fake, digest) -> None:
+    """The second engine has an adapter of that name, whatever its content."""
+    first, second = engines[:2]
+    first.adapters = slots("p")
+    catalog = fake.catalog_of(first, second, adapters=[PRETTY, TERSE])
+    gateway = await gateways(first, second, catalog=catalog)
+    gate = asyncio.Event()
+    first.behaviour = fake.says("a", "b", "c", gate=gate)
+    second.behaviour = fake.says("a", "b", "c")
+    task = asyncio.create_task(gateway.chat(stream=True, model=PRETTY))
+    await fake.until(lambda: gateway.gateway.worker.relay.journal_capacity.num_tokens >= 1)
+    second.adapters = slots(digest, known={PRETTY: digest})
+    await second.push_state()
+    await fake.until(lambda: gateway.record(second).adapters.knows(digest))
+    await first.kill()
+    reply = await task
+    if digest == "p":
+        assert (reply.streamed_text, reply.events[-1]) == ("abc", "[DONE]")
+        assert [each.adapter_digest for each in second.requests] == ["p"]
+    else:
+        assert reply.streamed_text == "a"
+        assert "error" in reply.events[-1]
+        assert second.requests == []
