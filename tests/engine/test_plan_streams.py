@@ -16,8 +16,18 @@ import pytest
 from step_workloads import BLOCK_SIZE, MAX_MODEL_LEN, a_config, a_request
 
 from pagemill_engine.loop.core import EngineCore
-from pagemill_engine.scheduler.step import StepPlan, decode_plan, encode_plan
+from pagemill_engine.scheduler.step import (
+    AdmittedSequence,
+    HeldBlocks,
+    PromptTargets,
+    StepPlan,
+    TableChanges,
+    decode_plan,
+    encode_plan,
+)
 from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.request.pooling import PoolingParams
+from pagemill_protocol.request.sampling import SamplingParams
 
 NUM_WORKLOADS = 200
 RECORDED = Path(__file__).with_name("plan_streams.txt")
@@ -134,3 +144,70 @@ def test_a_process_that_follows_gets_the_same_plan_without_masks(checking_runner
         assert plan.token_masks, "the plan itself keeps its masks"
         plan.token_masks = {}
         assert followed == plan
+
+
+def a_plan(draw: random.Random) -> StepPlan:
+    """Return a plan of up to 64 requests and three kinds, with anything that a plan can have."""
+    names = [f"r{number}/{draw.randint(0, 3)}" for number in range(draw.choice([0, 1, 2, 9, 64]))]
+
+    def some() -> list[str]:
+        return [name for name in names if draw.random() < 0.4]
+
+    def numbers() -> list[int]:
+        return [draw.randrange(1 << 31) for _ in range(draw.randint(0, 5))]
+
+    def admitted(name: str) -> AdmittedSequence:
+        tables = [HeldBlocks(draw.randint(0, 99), [draw.randint(-1, 9999), *numbers()]) for _ in range(3)]
+        return AdmittedSequence(
+            request_id=name,
+            token_ids=numbers(),
+            num_prompt_tokens=draw.randint(1, 99),
+            num_computed_tokens=draw.randint(0, 99),
+            tables=tables[: draw.randint(1, 3)],
+            sampling=SamplingParams(temperature=draw.random(), logprobs=draw.choice([None, 3]), stop=["\n", "é"]),
+            choice=draw.randint(0, 3),
+            seed=draw.randrange(-(1 << 63), 1 << 63),
+            pooling=draw.choice([None, PoolingParams()]),
+            eos_token_ids=numbers(),
+            adapter_digest=draw.choice(["", "digest"]),
+        )
+
+    def changes() -> TableChanges:
+        entries = [(name, draw.randint(0, 9), draw.randint(0, 999)) for name in some()]
+        return TableChanges({name: numbers() for name in some()}, entries, entries[:2], [(1, 2), (3, draw.randint(4, 9))])
+
+    return StepPlan(
+        step=draw.randrange(1 << 40),
+        num_scheduled_tokens={name: draw.randint(1, 8192) for name in names},
+        admitted=[admitted(name) for name in some()],
+        tables=[changes() for _ in range(draw.randint(0, 3))],
+        released=some(),
+        samples=set(some()),
+        proposals={name: numbers() for name in some()},
+        drafts={name: draw.randint(1, 9) for name in some()},
+        prompt_targets={name: PromptTargets(1, draw.randint(0, 9), numbers(), 2) for name in some()},
+        decode_context_tokens=draw.randrange(1 << 50),
+        chunk_context_products=draw.randrange(1 << 50),
+    )
+
+
+@pytest.mark.parametrize("count", [100, pytest.param(100_000, marks=[pytest.mark.full, pytest.mark.slow])])
+def test_any_plan_arrives_as_it_was_sent(count: int) -> None:
+    draw = random.Random(count)
+    for _ in range(count):
+        plan = a_plan(draw)
+        data = encode_plan(plan)
+        assert decode_plan(data) == plan
+        assert encode_plan(decode_plan(data)) == data or plan.samples, "a set has no order"
+
+
+def test_the_plans_that_are_drawn_have_all_that_a_plan_can_have() -> None:
+    """A field that is added and not drawn would not be seen to arrive."""
+    draw = random.Random(1)
+    plans = [a_plan(draw) for _ in range(40)]
+    for field in StepPlan.__struct_fields__:
+        assert field == "token_masks" or any(getattr(plan, field) for plan in plans), field
+    changes = [each for plan in plans for each in plan.tables]
+    assert all(any(getattr(each, field) for each in changes) for field in TableChanges.__struct_fields__)
+    sequences = [each for plan in plans for each in plan.admitted]
+    assert all(any(getattr(each, field) for each in sequences) for field in AdmittedSequence.__struct_fields__)

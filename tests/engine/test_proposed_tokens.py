@@ -20,6 +20,7 @@ from pagemill_engine.ipc.messages import TokensOut
 from pagemill_engine.kv.manager import CacheManager
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.scheduler.proposals import Proposals
+from pagemill_engine.scheduler.scheduler import Scheduler
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_protocol.request.sampling import SamplingParams
@@ -164,3 +165,17 @@ def test_a_wrong_withdrawal_is_found(checking_runner: Make, monkeypatch: pytest.
     monkeypatch.setattr(CacheManager, "withdraw", lambda self, seq, num: sound(self, seq, max(0, num + wrong)))
     with pytest.raises(Exception, match=r"KV|tokens|samples|withdrawn"):
         num_proposed(checking_runner, range(20), False, 0.3)
+
+
+def test_a_token_behind_an_end_is_found(checking_runner: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answers end by stop tokens and by their length within the tokens of one step."""
+    sound = Scheduler._take_verified
+
+    def take(self: Scheduler, seq: Any, num_tokens: int, num_proposed: int, token_ids: list[int], *rest: Any) -> None:
+        sound(self, seq, num_tokens, num_proposed, token_ids, *rest)
+        if seq.request_id not in self._sequences.by_id and self._sequences.outputs._outputs:
+            self._sequences.outputs._outputs[-1].token_ids.append(token_ids[-1])
+
+    monkeypatch.setattr(Scheduler, "_take_verified", take)
+    with pytest.raises(AssertionError, match="has other tokens"):
+        num_proposed(checking_runner, range(20), False, 0.0)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from cut_kinds import with_blocks
 from ranked_engine import Ranks, rank_loader, saved
 
 from pagemill_engine.config import EngineConfig
@@ -93,9 +94,7 @@ class Driver:
     ) -> list[list[Generated]]:
         """Return all choices of each prompt, in order. The arguments are those of `generate`."""
         info = self.runner.info
-        num_blocks = num_blocks or info.num_blocks
-        of_kinds = tuple(min(each, num_blocks) for each in info.kind_blocks)
-        self.runner.info = info._replace(num_blocks=num_blocks, kind_blocks=of_kinds, step=None)
+        self.runner.info = with_blocks(info, num_blocks or info.num_blocks)._replace(step=None)
         core = EngineCore(EngineConfig(model="test", block_size=info.block_size, **settings), self.runner)
         results: dict[str, dict[int, Generated]] = {}
         try:

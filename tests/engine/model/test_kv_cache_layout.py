@@ -6,7 +6,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import psutil
+import pytest
+from cut_kinds import with_blocks
 
+from pagemill_engine.executing.base import RunnerInfo
 from pagemill_engine.executing.kv_cache import KVCache
 from pagemill_engine.kv.split import end_of_ids
 from pagemill_protocol.report.cache_kinds import CacheKind
@@ -56,6 +59,27 @@ def test_kinds_share_one_arena_in_which_their_border_moves() -> None:
             for own, ids, value in ((low, mine, 1.0), (high, theirs, 2.0)):
                 assert all((layer[ids] == value).all() for layer in own.layers)
                 assert all((layer[own.padding_block] == 0).all() for layer in own.layers)
+
+
+@pytest.mark.parametrize("num_blocks", [2, 3, 4, 7])
+@pytest.mark.parametrize("counts", [(7, 3), (8, 5), (9, 9)], ids=str)
+def test_a_scheduler_with_fewer_blocks_has_no_two_in_the_same_bytes(counts: tuple[int, int], num_blocks: int) -> None:
+    spec: Any = SimpleNamespace(cache_shapes=[(2, 32), (2, 80)])
+    kinds = [
+        CacheKind(layers=(0,), block_bytes=4 * BLOCK * 2 * 32),
+        CacheKind("window-32", 32, layers=(1,), block_bytes=4 * BLOCK * 2 * 80),
+    ]
+    cache = KVCache(spec, counts, BLOCK, "float32", kinds, shares_memory=True)
+    info = RunnerInfo(counts[0], BLOCK, 99, 99, "weights", "kv", 0, 0, "none")
+    cut = with_blocks(
+        info._replace(kinds=tuple(kinds), kind_blocks=counts, shares_memory=True), num_blocks
+    ).blocks_of_kinds
+    end = end_of_ids(kinds, cut)
+    ids = (list(range(cut[0])), list(range(end - cut[1], end)))
+    for own, numbers, value in zip(cache.of_kinds, ids, (1.0, 2.0), strict=True):
+        own.layers[0][numbers] = value
+    for own, numbers, value in zip(cache.of_kinds, ids, (1.0, 2.0), strict=True):
+        assert (own.layers[0][numbers] == value).all()
 
 
 def test_one_block_does_not_touch_a_huge_page_in_every_layer() -> None:

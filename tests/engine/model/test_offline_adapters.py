@@ -103,6 +103,22 @@ def test_a_planted_fault_is_found(
     assert found != expected
 
 
+@pytest.mark.parametrize("fault", ["", "stale slot"])
+def test_a_row_that_is_used_again_has_no_adapter_of_the_request_before(
+    fault: str, base: Base, adapters: list[Adapted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if fault:
+        admit = RowAdapters.admit
+        monkeypatch.setattr(RowAdapters, "release", lambda self, rows: None)
+        monkeypatch.setattr(
+            RowAdapters, "admit", lambda self, row, digest: admit(self, row, digest) if digest else None
+        )
+    with llm_of(base) as llm:
+        before = tokens_of(llm, None)
+        tokens_of(llm, LoRARequest("one", 1, str(adapters[0].folder)))
+        assert (tokens_of(llm, None) == before) == (not fault)
+
+
 @pytest.mark.parametrize(
     ("changed", "why"),
     [

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from declared_families import NAMES, declared
 from in_ranks import by_threads, outputs_natively, outputs_on_torch, whole_of
+from scripted_adapters import natively as natively_adapted
+from scripted_adapters import on_torch, scripted
 
 from pagemill_engine.decoders.native.layers import can_fuse
 from pagemill_kernels.cpu import library
@@ -76,6 +78,36 @@ def test_shards_give_the_outputs_of_the_whole(name: str, size: int) -> None:
 @pytest.mark.parametrize(("name", "size"), NATIVE_CASES)
 def test_native_shards_give_the_outputs_of_the_whole(name: str, size: int) -> None:
     assert largest_difference(name, size, outputs=outputs_natively) < TOLERANCE
+
+
+BY_ALL = [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.full) for name in NAMES]
+NATIVELY_BY_ALL = [
+    pytest.param(name, marks=() if name in (*SAMPLE, "phi", "mixtral") else pytest.mark.full)
+    for name in NAMES
+    if can_fuse(declared(name)) and next(declared(name).attentions()).head_dim % 16 == 0
+]
+
+
+def same_bits(name: str, outputs: Callable[..., list[Any]], adapters_of: Callable[..., Any]) -> None:
+    """The share of one rank, and adapters that no row has, must not change a bit of a family's float32 outputs."""
+    decoder = declared(name)
+    plain = outputs(decoder, whole_of(decoder), None)
+    ranked = outputs(decoder, shard(decoder, 0, 1), None)
+    beside = outputs(decoder, whole_of(decoder), None, adapters_of(decoder, {0: scripted(decoder, 1)}, (-1, -1)))
+    for found in (ranked, beside):
+        assert len(found) == len(plain)
+        assert all(mine.tobytes() == other.tobytes() for mine, other in zip(found, plain, strict=True))
+
+
+@pytest.mark.parametrize("name", BY_ALL)
+def test_the_share_of_one_rank_and_unused_adapters_change_no_bit(name: str) -> None:
+    same_bits(name, outputs_on_torch, on_torch)
+
+
+@natively
+@pytest.mark.parametrize("name", NATIVELY_BY_ALL)
+def test_hooks_that_nothing_uses_change_no_bit_of_the_native_call(name: str) -> None:
+    same_bits(name, outputs_natively, natively_adapted)
 
 
 @natively
