@@ -17,7 +17,7 @@ from pagemill_engine.executing.null import DEFAULT_STEP_TIME
 from pagemill_engine.ipc.messages import StepOutputs
 from pagemill_protocol.hashes import HASH_VERSION, NO_HASHES
 from pagemill_protocol.report.adapters import AdapterSlots
-from pagemill_protocol.report.cache_kinds import chunk_blocks
+from pagemill_protocol.report.cache_kinds import chunk_blocks, further_chunk_blocks
 from pagemill_protocol.report.state import Digests, EngineLoad, StateFrame
 from pagemill_protocol.report.step_time import StepTimeModel
 from pagemill_protocol.request.generate import GenerateRequest
@@ -68,6 +68,7 @@ class SimulatedPod:
         settings = self.core.config
         self.core.step_time = FixedStepTime.from_params(settings.step_time or DEFAULT_STEP_TIME)
         info, self._sequence = self.core.runner.info, 0
+        chunk = chunk_blocks(info.kinds, info.num_blocks, info.block_size)
         self._prefixes: dict[bytes, bool] = {}
         self._num_held = self._num_held_tokens = 0
         self._frame = StateFrame(
@@ -78,7 +79,8 @@ class SimulatedPod:
             max_model_len=info.max_model_len,
             max_num_batched_tokens=settings.step.max_num_batched_tokens,
             max_num_seqs=settings.step.max_num_seqs,
-            prefix_chunk_blocks=chunk_blocks(info.kinds, info.num_blocks, info.block_size),
+            prefix_chunk_blocks=chunk,
+            further_chunk_blocks=further_chunk_blocks(info.kinds, chunk),
             load=EngineLoad(num_kv_bytes_total=info.num_blocks),
             start_s=start_s or {},
         )

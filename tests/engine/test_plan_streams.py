@@ -174,7 +174,8 @@ def a_plan(draw: random.Random) -> StepPlan:
 
     def changes() -> TableChanges:
         entries = [(name, draw.randint(0, 9), draw.randint(0, 999)) for name in some()]
-        return TableChanges({name: numbers() for name in some()}, entries, entries[:2], [(1, 2), (3, draw.randint(4, 9))])
+        appended = {name: numbers() for name in some()}
+        return TableChanges(appended, entries, entries[:2], [(1, 2), (3, draw.randint(4, 9))])
 
     return StepPlan(
         step=draw.randrange(1 << 40),

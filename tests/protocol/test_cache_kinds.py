@@ -9,6 +9,7 @@ from pagemill_protocol.report.cache_kinds import (
     blocks_at,
     chunk_blocks,
     first_needed,
+    further_chunk_blocks,
     mean_bytes,
     needed_bytes,
     sequence_bytes,
@@ -61,8 +62,11 @@ def test_what_one_sequence_needs_and_holds_on_average_agree_with_its_largest_siz
     assert abs(sum(averages) / sum(blocks) / kinds[0].block_bytes - 1) < 0.01
 
 
-def test_every_block_is_published_where_states_may_be_behind_any() -> None:
+def test_every_block_is_published_of_kinds_that_keep_a_few() -> None:
     full, state = _kinds([VectorsSpec(2, 64), DELTA])
-    assert chunk_blocks([full, state], 100_000, 16) == 1
+    assert chunk_blocks([full, state], 100_000, 16) == 4
+    assert further_chunk_blocks([full, state], 4) == 1
+    assert further_chunk_blocks([full, state], 1) == further_chunk_blocks([full], 4) == 0, "no report changes"
+    assert chunk_blocks([state], 100_000, 16) == 1
     assert chunk_blocks([full], 100_000, 16) == 4
     assert chunk_blocks([full], 100, 16) == 1

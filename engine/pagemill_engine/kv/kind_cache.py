@@ -19,8 +19,7 @@ class KindCache:
         prefix_chunk_blocks: int,
         worth: float,
     ) -> None:
-        """Create an empty cache. `prefix_chunk_blocks`: the same for all kinds. `end`: if ids of blocks fall. `worth`:
-        of a block, in tokens per byte."""
+        """Create an empty cache. `end`: if ids of blocks fall. `worth`: of a block, in tokens per byte."""
         self.kind = kind
         self.prefixes = PrefixCache(block_size, prefix_chunk_blocks)
         self.pool = BlockPool(num_blocks, on_evict=self.prefixes.remove, end=end, worth=worth)

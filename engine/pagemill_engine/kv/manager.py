@@ -64,7 +64,11 @@ class CacheManager:
         moves = shares_memory and len(self.kinds) > 1
         ends = [*[None] * (len(self.kinds) - 1), end_of_ids(self.kinds, counts) if moves else None]
         worth = block_size / max(1, self.kinds[0].block_bytes)
-        self.caches = [KindCache(*each, block_size, chunk, worth) for each in zip(kinds, counts, ends, strict=True)]
+        chunks = [chunk, *[1] * (len(self.kinds) - 1)]
+        each_of = zip(kinds, counts, ends, chunks, strict=True)
+        self.caches = [KindCache(*own, block_size, per_chunk, worth) for *own, per_chunk in each_of]
+        if chunk > 1:
+            self.caches[0].prefixes.show_blocks_in([cache.prefixes for cache in self.caches[1:]])
         self.split: SplitPolicy = MovingSplit(self.caches) if moves else FixedSplit(self.caches)
         self.tables: dict[str, BlockTable] = {}
         self._vectors = [cache for cache in self.caches if not cache.kind.state]

@@ -3,6 +3,8 @@
 It has no reference to a block: a cached block without references stays in the pool's free list until it is hit again or
 evicted. Gateways receive prefix chunks of several whole blocks: the hash of a chunk's last block stands for the whole
 chain up to it, because hashes are chained. `pagemill_protocol.hashes` computes hashes and defines the size of a chunk.
+Kinds that keep a few blocks only report each, and only while the first kind has it too: so gateways know the first
+kind's blocks behind its last whole chunk wherever a sequence may resume.
 """
 
 from __future__ import annotations
@@ -22,6 +24,16 @@ class PrefixCache:
         # The net change since the last drain: a chunk added and removed in between is never reported.
         self._added: dict[bytes, None] = {}
         self._removed: dict[bytes, None] = {}
+        self._first: PrefixCache | None = None
+        """The first kind's cache, whose blocks this one's have to be in to be reported; None: they need not."""
+        self._further: list[PrefixCache] = []
+        """The caches that this is the first of."""
+
+    def show_blocks_in(self, further: list[PrefixCache]) -> None:
+        """Let the empty caches of further kinds report only blocks that this one has."""
+        self._further = further
+        for cache in further:
+            cache._first = self
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -44,8 +56,11 @@ class PrefixCache:
         self._blocks[block_hash] = block
         block.block_hash = block_hash
         block.prefix_chunk_end = (index + 1) % self._prefix_chunk_blocks == 0
-        if block.prefix_chunk_end:
+        if block.prefix_chunk_end and (self._first is None or block_hash in self._first._blocks):
             _note(block_hash, self._added, self._removed)
+        for cache in self._further:
+            if block_hash in cache._blocks:
+                _note(block_hash, cache._added, cache._removed)
         return True
 
     def remove(self, block: Block) -> None:
@@ -55,7 +70,11 @@ class PrefixCache:
         block.block_hash = None
         if block.prefix_chunk_end:
             block.prefix_chunk_end = False
-            _note(block_hash, self._removed, self._added)
+            if self._first is None or block_hash in self._first._blocks:
+                _note(block_hash, self._removed, self._added)
+        for cache in self._further:
+            if block_hash in cache._blocks:
+                _note(block_hash, cache._removed, cache._added)
 
     def drain_events(self) -> tuple[list[bytes], list[bytes]]:
         """Return the prefix chunks added and removed since the last call."""
@@ -66,7 +85,8 @@ class PrefixCache:
 
     def snapshot(self) -> list[bytes]:
         """Return all prefix chunks that are cached now."""
-        return [block_hash for block_hash, block in self._blocks.items() if block.prefix_chunk_end]
+        first = self._blocks if self._first is None else self._first._blocks
+        return [name for name, block in self._blocks.items() if block.prefix_chunk_end and name in first]
 
 
 def _note(block_hash: bytes, events: dict[bytes, None], opposite: dict[bytes, None]) -> None:

@@ -23,7 +23,7 @@ from pagemill_engine.ipc.messages import PrefixEvents, Ready
 from pagemill_protocol.frames import encode_state
 from pagemill_protocol.hashes import HASH_VERSION, NO_HASHES
 from pagemill_protocol.report.adapters import AdapterSlots
-from pagemill_protocol.report.cache_kinds import FULL, chunk_blocks
+from pagemill_protocol.report.cache_kinds import FULL, chunk_blocks, further_chunk_blocks
 from pagemill_protocol.report.state import WAKE, Digests, EngineLoad, StateFrame, StepTimeParams
 from pagemill_protocol.request.generate import GenerateRequest
 
@@ -97,6 +97,7 @@ class StatePublisher:
             hash_version=HASH_VERSION if ready.limits.enable_prefix_caching else NO_HASHES,
         )
         kinds = [msgspec.structs.replace(kind, layers=()) for kind in ready.limits.kinds]
+        chunk = chunk_blocks(kinds, ready.limits.num_blocks, ready.limits.block_size)
         self._update(
             digests=digests,
             block_size=ready.limits.block_size,
@@ -104,7 +105,8 @@ class StatePublisher:
             max_num_batched_tokens=ready.limits.max_num_batched_tokens,
             max_num_seqs=ready.limits.max_num_seqs,
             kinds=kinds if kinds != [FULL] else [],
-            prefix_chunk_blocks=chunk_blocks(ready.limits.kinds, ready.limits.num_blocks, ready.limits.block_size),
+            prefix_chunk_blocks=chunk,
+            further_chunk_blocks=further_chunk_blocks(kinds, chunk),
             load=ready.load,
             start_s=ready.start_s,
             pools=ready.limits.pooling is not None,

@@ -38,6 +38,8 @@ class EndpointReports:
         """The latest frame. It is kept while the stream is down, because digests and limits stay valid."""
         self.scheme = NO_SCHEME
         """The engine's scheme of block hashes."""
+        self.first_chunks = 1
+        """Prefix chunks of the scheme that are one of the first cache kind."""
         self.connected_at = 0.0
         """The arrival of the latest stream's snapshot."""
         self.num_gaps = 0
@@ -64,6 +66,7 @@ class EndpointReports:
             self.connected_at = now
         if before is None or _differ(frame, before):
             self.scheme = scheme_of(frame)
+            self.first_chunks = max(1, _first_chunk_blocks(frame) // max(1, self.scheme.prefix_chunk_blocks))
             self.num_identities += 1
         self._connected = True
         self._received_at = now
@@ -102,6 +105,7 @@ def _differ(one: StateFrame, other: StateFrame) -> bool:
         one.digests != other.digests
         or one.block_size != other.block_size
         or one.prefix_chunk_blocks != other.prefix_chunk_blocks
+        or one.further_chunk_blocks != other.further_chunk_blocks
         or one.max_model_len != other.max_model_len
     )
 
@@ -110,5 +114,9 @@ def scheme_of(frame: StateFrame) -> HashScheme:
     """Return the frame's scheme; `NO_SCHEME` if it has none or one of another version."""
     if frame.block_size < 1 or not frame.digests.weights or frame.digests.hash_version != HASH_VERSION:
         return NO_SCHEME
-    prefix_chunk_blocks = frame.prefix_chunk_blocks or blocks_per_prefix_chunk(frame.block_size)
-    return HashScheme(frame.digests.weights, frame.digests.kv_dtype, frame.block_size, prefix_chunk_blocks)
+    chunk_blocks = frame.further_chunk_blocks or _first_chunk_blocks(frame)
+    return HashScheme(frame.digests.weights, frame.digests.kv_dtype, frame.block_size, chunk_blocks)
+
+
+def _first_chunk_blocks(frame: StateFrame) -> int:
+    return frame.prefix_chunk_blocks or blocks_per_prefix_chunk(frame.block_size)

@@ -21,6 +21,7 @@ from pagemill_gateway.brain.placement.decisions import DecisionLog
 from pagemill_gateway.brain.placement.predictions import Predictions
 from pagemill_gateway.brain.placement.prefix_index import PrefixIndex
 from pagemill_gateway.routing.policy import Candidate, CandidateList, RequestView, RoutingPolicy
+from pagemill_protocol.hashes import HASH_BYTES
 from pagemill_protocol.report.cache_kinds import CacheKind
 from pagemill_protocol.report.state import StateFrame
 
@@ -122,8 +123,9 @@ class Placement:
             self.index.remove(endpoint_id, frame.prefixes_removed)
             self.index.add(endpoint_id, frame.prefixes_added)
             bit = self.index.bit(endpoint_id)
-            self.predictions.reported(bit, frame.prefixes_added)
-            self.predictions.reported(bit, frame.prefixes_removed)
+            for chunks in (frame.prefixes_added, frame.prefixes_removed):
+                plain = [chunk[:HASH_BYTES] for chunk in chunks] if endpoint_id in self._windowed else chunks
+                self.predictions.reported(bit, plain)
 
     def forget(self, endpoint_id: str) -> None:
         """Forget the endpoint's cached prefixes."""
@@ -205,15 +207,15 @@ class Placement:
         bits = {self.index.bit(record.endpoint.id): record for record in records if record.reports.fresh(now)}
         bits.pop(0, None)
         chunks, expected = request.prefix_chunks[:num_findable], self.predictions.pods
-        of_kinds: dict[tuple[CacheKind, ...], int] = {}
+        of_kinds: dict[tuple[int, tuple[CacheKind, ...]], int] = {}
         if self._windowed:
             for bit, record in bits.items():
                 if record.endpoint.id in self._windowed:
-                    kinds = tuple(record.kinds)
-                    of_kinds[kinds] = of_kinds.get(kinds, 0) | bit
+                    alike = record.reports.first_chunks, tuple(record.kinds)
+                    of_kinds[alike] = of_kinds.get(alike, 0) | bit
         depths = self.index.depths(chunks, sum(bits) - sum(of_kinds.values()), expected)
-        for kinds, pods in of_kinds.items():
-            depths |= self.index.depths_of_kinds(chunks, pods, expected, kinds, request.prefix_chunk_tokens)
+        for (first, kinds), pods in of_kinds.items():
+            depths |= self.index.depths_of_kinds(chunks, pods, expected, kinds, request.prefix_chunk_tokens, first)
         return {bits[bit].endpoint.id: depth * request.prefix_chunk_tokens for bit, depth in depths.items()}
 
     def _account(

@@ -86,14 +86,23 @@ class PrefixIndex:
         expected: Mapping[bytes, int],
         kinds: Sequence[CacheKind],
         chunk_tokens: int,
+        first_chunks: int = 1,
     ) -> dict[int, int]:
         """Return what `depths` does for pods whose models have these cache kinds.
 
         A pod can resume behind a number of chunks if it has all of them in full kinds, and in windowed ones those from
-        the first that is still needed (`report.cache_kinds.first_needed`).
+        the first that is still needed (`report.cache_kinds.first_needed`). `first_chunks`: how many of them the first
+        kind reports as one. What is behind its last one is known by the others, which report what it has as well.
         """
         resumable = [pods] * len(prefix_chunks)
         for number, kind in enumerate(kinds):
+            if number == 0 and first_chunks > 1:
+                known, all_of = self._pods, pods
+                for index, chunk in enumerate(prefix_chunks):
+                    if index % first_chunks == first_chunks - 1:
+                        all_of &= known.get(chunk, 0) | expected.get(chunk, 0)
+                    resumable[index] = all_of
+                continue
             having = [self._pods.get(key_of_kind(number, chunk), 0) | expected.get(chunk, 0) for chunk in prefix_chunks]
             starts = (first_needed(kind, chunk_tokens * end, chunk_tokens) for end in range(1, len(having) + 1))
             for index, mask in enumerate(_in_all(having, starts)):

@@ -143,12 +143,19 @@ def kinds_of_windows(kinds: Sequence[CacheKind], windows: Iterable[int | None]) 
     return {window: numbers.get(window, 0) for window in windows}
 
 
-def chunk_blocks(kinds: Iterable[CacheKind], num_blocks: int, block_size: int) -> int:
-    """Return the blocks of a published prefix chunk, for a cache with `num_blocks` blocks of its first kind.
+def chunk_blocks(kinds: Sequence[CacheKind], num_blocks: int, block_size: int) -> int:
+    """Return the blocks of a published prefix chunk of the first kind, for a cache with `num_blocks` blocks of it.
 
-    States are behind any block, so every block is published if there are some.
+    A sequence resumes behind any block that windows and states allow, so kinds that do not keep all publish every
+    block: there are few of these.
     """
-    return 1 if any(kind.state for kind in kinds) else prefix_chunk_blocks(block_size, num_blocks)
+    return prefix_chunk_blocks(block_size, num_blocks) if kinds[0].keeps_all else 1
+
+
+def further_chunk_blocks(kinds: Sequence[CacheKind], first: int) -> int:
+    """Return the blocks of a published prefix chunk of the kinds behind the first, whose chunks have `first` blocks; 0:
+    as many, or there is no such kind."""
+    return 1 if len(kinds) > 1 and first > 1 else 0
 
 
 def longest_match(

@@ -134,6 +134,9 @@ class StateFrame(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     Prefix chunks of the first kind are named by their hashes, those of further kinds by `hashes.key_of_kind`."""
     prefix_chunk_blocks: int = 0
     """Blocks per prefix chunk (`pagemill_protocol.hashes`); 0: not reported, which means the fewest with 64 tokens."""
+    further_chunk_blocks: int = 0
+    """Blocks per prefix chunk of the kinds behind the first; 0: as many as those of the first. Where they are fewer, a
+    chunk of these kinds is reported only while the first kind has the block as well."""
     start_s: dict[str, float] = {}
     """Seconds of each phase of the engine's start, `load`, `warm`, `first_token`, and of its latest `wake`; empty: not
     reported."""
