@@ -15,8 +15,8 @@ class KindCache:
         kind: CacheKind,
         num_blocks: int,
         end: int | None,
-        block_size: int,
         prefix_chunk_blocks: int,
+        block_size: int,
         worth: float,
     ) -> None:
         """Create an empty cache. `end`: if ids of blocks fall. `worth`: of a block, in tokens per byte."""

@@ -66,7 +66,7 @@ class CacheManager:
         worth = block_size / max(1, self.kinds[0].block_bytes)
         chunks = [chunk, *[1] * (len(self.kinds) - 1)]
         each_of = zip(kinds, counts, ends, chunks, strict=True)
-        self.caches = [KindCache(*own, block_size, per_chunk, worth) for *own, per_chunk in each_of]
+        self.caches = [KindCache(*own, block_size, worth) for own in each_of]
         if chunk > 1:
             self.caches[0].prefixes.show_blocks_in([cache.prefixes for cache in self.caches[1:]])
         self.split: SplitPolicy = MovingSplit(self.caches) if moves else FixedSplit(self.caches)
