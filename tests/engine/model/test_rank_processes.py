@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import select
+import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -111,6 +113,27 @@ def test_what_cannot_be_divided_is_refused_with_the_reason(llama_folder: Path, r
         ranks(llama_folder, 5)
     with pytest.raises(LoadError, match="3 processes that compute at the same time, but they may use 2 cores"):
         ranks(llama_folder, 3, num_threads=2)
+
+
+def test_one_process_runs_no_line_for_ranks(llama_folder: Path, runner_loader: Any) -> None:
+    called: set[str] = set()
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_name != "<module>":
+            called.add(frame.f_code.co_filename)
+
+    threading.setprofile(note)  # for the thread that runs the steps
+    sys.setprofile(note)
+    try:
+        single = runner_loader(llama_folder, **SETTINGS)
+        answers(single)
+        single.close()
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    assert any(name.endswith("executing/eager.py") for name in called)
+    of_ranks = ("/executing/ranks/", "/pagemill_kernels/ranks/", "/starting/load_ranks", "/starting/nodes")
+    assert [name for name in called if any(part in name for part in of_ranks)] == []
 
 
 def test_simulated_devices_are_one_process() -> None:
