@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 from cut_kinds import with_blocks
+from declared_families import NAMES, RECURRENT, declared
 
 from pagemill_engine.executing.base import RunnerInfo
 from pagemill_engine.executing.kv_cache import KVCache
 from pagemill_engine.kv.split import end_of_ids
+from pagemill_kernels.kv_store.kinds import KVType, token_bytes
+from pagemill_models.spec.model_spec import ModelSpec, kinds_of
 from pagemill_protocol.report.cache_kinds import CacheKind
 
 SPEC: Any = SimpleNamespace(cache_shapes=[(6, 64)] * 30)
@@ -36,6 +41,23 @@ def test_layers_of_different_shapes_share_the_memory_of_a_block() -> None:
         assert [set(each.flat) for each in layer] == [{10 * number + block} for block in range(len(layer))]
     first, _, last = cache.layers
     assert first.strides[0] == last.strides[0] == 2 * first[0].nbytes, "a block of all layers of a kind is adjacent"
+
+
+@pytest.mark.parametrize("kv_type", ["float32", "bfloat16", "int8"])
+def test_the_bytes_of_every_familys_blocks_and_rows_are_those_of_the_arrays(kv_type: KVType) -> None:
+    num_kinds = set()
+    for name in (*NAMES, *RECURRENT):
+        spec = ModelSpec(decoder=declared(name))
+        if not spec.decoder.is_causal:
+            continue
+        kinds = kinds_of(spec.decoder, BLOCK, partial(token_bytes, kv_type), 4096)
+        cache = KVCache(spec, [3] * len(kinds), BLOCK, kv_type, kinds, max_rows=5)
+        for kind, own in zip(kinds, cache.of_kinds, strict=True):
+            assert own.contents([0]).nbytes == kind.block_bytes, name
+        logs = [array for each in cache.layers if not isinstance(each, np.ndarray) for array in (each.log, each.inputs)]
+        assert sum(array.nbytes for array in logs) == 5 * kinds[-1].row_bytes, name
+        num_kinds.add((len(kinds), kinds[-1].state))
+    assert {(1, False), (2, False), (2, True)} <= num_kinds
 
 
 def test_kinds_share_one_arena_in_which_their_border_moves() -> None:
