@@ -26,7 +26,7 @@ from pagemill_gateway.config import GatewayConfig
 from pagemill_protocol import hashes
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.frames import StateDecoder
-from pagemill_protocol.report.cache_kinds import CacheKind, chunk_blocks
+from pagemill_protocol.report.cache_kinds import CacheKind, chunk_blocks, further_chunk_blocks
 from pagemill_protocol.report.state import Digests, EngineLoad, StateFrame
 
 PODS = ("a", "b", "c")
@@ -362,3 +362,41 @@ def test_pods_with_and_without_windows_are_compared_by_their_own_rules() -> None
     found = index.depths_of_kinds(chunks, 15, {}, kinds, BLOCK_SIZE)
     names = ("all", "window evicted", "only the end of the window", "beginning evicted")
     assert [found.get(index.bit(name), 0) for name in names] == [6, 3, 6, 0]
+
+
+async def test_a_gateway_hashes_prompts_by_the_block_where_windows_are_reported_so(large_chunks: None) -> None:
+    pod, brain = Pod(40, (None, 17)), make_brain("a")
+    pod.serve(list(range(30)))  # seven blocks: the first kind has three chunks and a block behind them
+    await predicts(brain, pod, snapshot=True, expected=0)
+    pod.evict(0)
+    await predicts(brain, pod, snapshot=False, expected=28)
+    assert pod.kv.match(Row("asks", [*range(28), 1, 2])).num_tokens == 28
+
+
+async def predicts(brain: LocalBrain, pod: Pod, *, snapshot: bool, expected: int) -> None:
+    """Let a frame arrive, the first without what is cached, and place a request with the tokens that the pod computes:
+    what the first placement expects ends with the second frame."""
+    added, removed = pod.kv.drain_events()
+    first = chunk_blocks(pod.kinds, 40, BLOCK_SIZE)
+    frame = StateFrame(
+        sequence=1 if snapshot else 2,
+        snapshot=snapshot,
+        block_size=BLOCK_SIZE,
+        max_model_len=100,
+        digests=Digests(weights="w"),
+        kinds=pod.kinds,
+        prefix_chunk_blocks=first,
+        further_chunk_blocks=further_chunk_blocks(pod.kinds, first),
+        prefixes_added=[] if snapshot else pod.kv.snapshot(),
+        prefixes_removed=removed,
+    )
+    brain.observer.observe("a", frame)
+    target = brain.resolve("m")
+    assert target.scheme.prefix_chunk_tokens == BLOCK_SIZE < first * BLOCK_SIZE
+    prompt = [*range(28), 1, 2]
+    chunks = tuple(hashes.block_hashes(ROOT, prompt, BLOCK_SIZE))
+    placed = await brain.choose(target, frozenset(), RoutingRequest(len(prompt), chunks, BLOCK_SIZE))
+    assert placed.predicted_cached_tokens == expected
+    if not snapshot:
+        brain.failed(placed, "its predictions end")
+        assert not brain.placement.predictions.pods, "all that is cached was reported"
