@@ -376,7 +376,6 @@ async def test_a_gateway_hashes_prompts_by_the_block_where_windows_are_reported_
 async def predicts(brain: LocalBrain, pod: Pod, *, snapshot: bool, expected: int) -> None:
     """Let a frame arrive, the first without what is cached, and place a request with the tokens that the pod computes:
     what the first placement expects ends with the second frame."""
-    added, removed = pod.kv.drain_events()
     first = chunk_blocks(pod.kinds, 40, BLOCK_SIZE)
     frame = StateFrame(
         sequence=1 if snapshot else 2,
@@ -388,7 +387,6 @@ async def predicts(brain: LocalBrain, pod: Pod, *, snapshot: bool, expected: int
         prefix_chunk_blocks=first,
         further_chunk_blocks=further_chunk_blocks(pod.kinds, first),
         prefixes_added=[] if snapshot else pod.kv.snapshot(),
-        prefixes_removed=removed,
     )
     brain.observer.observe("a", frame)
     target = brain.resolve("m")
