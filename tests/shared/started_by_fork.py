@@ -8,6 +8,7 @@ descriptors. Commands that ask for more are executed, and so are those within `e
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import inspect
 import json
@@ -94,6 +95,7 @@ def _started() -> socket.socket:
     process = _Executed(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     process.returncode = 0  # nothing waits for it
     theirs.close()
+    atexit.register(ours.close)
     return ours
 
 
