@@ -24,8 +24,12 @@ from pagemill.planning.errors import PlanError
 from pagemill.planning.forecast import PlannedWorkload, forecast
 from pagemill.planning.replica import COMPUTE_SHARE, MEMORY_SHARE, STEP_OVERHEAD_MS, PlannedReplica, step_time
 from pagemill.planning.simulated_latencies import simulate_latencies
+from pagemill_engine.config import EngineConfig
 from pagemill_engine.sizing.budget import Sizes
+from pagemill_engine.sizing.sizing import sizes_here
+from pagemill_models.sources import resolve_source
 from pagemill_models.spec.decoders import decoder_from_config
+from pagemill_models.spec.model_files import load_model_spec
 from pagemill_models.spec.model_spec import ModelSpec
 from pagemill_operator.autoscaler.expected_load import expected_load
 from pagemill_operator.autoscaler.memory import Memory
@@ -202,6 +206,30 @@ def test_a_file_of_step_times_requires_no_engine(file: Path, fit: Path) -> None:
     assert body["replicas"] > 1
     assert {row["replicas"]: row["meets"] for row in body["candidates"]}[body["replicas"]]
     assert body["stepTimeFrom"] == f"from {fit}"
+
+
+@pytest.mark.usefixtures("short_simulation")
+def test_a_plan_shows_the_memory_of_adapters_that_the_engine_plans(
+    write: Write, simulated: Simulated, fit: Path
+) -> None:
+    lora = {"maxLoras": 2, "maxLoraRank": 30, "maxCpuLoras": 5}  # ranks are padded to 32
+    spec = simulated("chat", engine={"maxModelLen": 2048, "dtype": "float32", "extraArgs": []})
+    spec["spec"] |= {"model": {"source": SMOLLM2}, "resources": {"cpu": 4, "memory": "3Gi"}}
+    plain = json.loads(plan(write("plain.yaml", spec), "--fit", fit, "-o", "json", rps=1).stdout)["replica"]
+    spec["spec"]["engine"]["lora"] = lora
+    file = write("chat.yaml", spec)
+    replica = json.loads(plan(file, "--fit", fit, "-o", "json", rps=1).stdout)["replica"]
+    path = resolve_source(SMOLLM2)
+    config = EngineConfig(
+        model=SMOLLM2, dtype="float32", enable_lora=True, max_loras=2, max_lora_rank=30, max_cpu_loras=5
+    )
+    own = sizes_here(config, path, load_model_spec(path)).adapter_bytes
+    assert replica["adapters"] == {"slots": 2, "inMemory": 5, "maxRank": 30, "bytes": own}
+    assert replica["memory"]["adapter_bytes"] == own > 6 * 2**20
+    assert plain["numBlocks"] > replica["numBlocks"]
+    assert plain["adapters"] is None
+    text = plan(file, "--fit", fit, rps=1).stdout
+    assert " for 5 in memory of rank 30 on all layers, and one that is read; 2 in one batch" in text
 
 
 @pytest.mark.usefixtures("short_simulation")

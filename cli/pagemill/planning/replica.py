@@ -39,6 +39,7 @@ from pagemill_protocol.report.step_time import StepTimeModel
 from pagemill_servers.process.cgroup import usable_cores
 
 if TYPE_CHECKING:
+    from pagemill_engine.adapters.store import AdapterLimits
     from pagemill_engine.sizing.kv_sizes import CacheBlocks
 
 FORMS = (
@@ -143,6 +144,8 @@ class PlannedReplica(NamedTuple):
     """What the ranks send to each other, on devices whose links are known."""
     tightest_rank: int | None = None
     """The rank whose device has room for fewest blocks, which limits all."""
+    adapters: AdapterLimits | None = None
+    """`None`: the engine serves no adapters."""
 
 
 class ReplicaOptions(NamedTuple):
@@ -329,7 +332,14 @@ def _replica(
         device=device,
         step_time_from=fit_from,
         overlaps=bool(config.overlap),
+        adapters=_adapters(config),
     )
+
+
+def _adapters(config: EngineConfig) -> AdapterLimits | None:
+    from pagemill_engine.adapters.starting import limits_of
+
+    return limits_of(config) if config.enable_lora else None
 
 
 def _measured(
@@ -359,6 +369,7 @@ def _measured(
     if memory_bytes and budget is not None:
         # The pod runs the native CPU kernels: activations are float32 and weights are not gathered.
         sizes = Sizes(ready.weight_bytes, ready.kv_bytes_per_token, item_bytes=4, gathers=False)
+        sizes = sizes._replace(adapter_bytes=budget.adapter_bytes)
         with _engines_refusals():
             spec = load_model_spec(path)
             num_blocks, budget = plan_memory(config, spec, sizes, _pod_memory(memory_bytes), ranks)
@@ -378,6 +389,7 @@ def _measured(
         step_time_from=f"measured on this machine, with up to {measured.most_at_once} requests at once",
         overlaps=bool(config.overlap),
         alone=measured.alone,
+        adapters=_adapters(config),
         ranks=tuple(ranks),
         ranks_of_stage=config.tensor_parallel_size,
     )

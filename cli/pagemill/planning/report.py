@@ -12,6 +12,7 @@ from pagemill.planning.answering import PlanAnswer
 from pagemill.planning.forecast import Forecast, ForecastRow, PlannedWorkload
 from pagemill.planning.links.exchange import Exchange
 from pagemill.planning.ranks.chosen_ranks import ChosenRanks
+from pagemill.planning.replica import PlannedReplica
 from pagemill.planning.simulated_latencies import SimulatedLatencies
 from pagemill.planning.users import Users
 from pagemill.printable import printable
@@ -38,6 +39,7 @@ def body_of(answer: PlanAnswer) -> dict[str, Any]:
             "weightBytes": replica.weight_bytes,
             "kvBytesPerToken": replica.kv_bytes_per_token,
             "stateBytes": replica.state_bytes,
+            "adapters": None if replica.adapters is None else _adapters_body(replica),
             "ranks": [
                 {
                     "weightBytes": each.sizes.weight_bytes,
@@ -119,6 +121,20 @@ def as_table(answer: PlanAnswer) -> str:
     return printable("\n".join(lines))
 
 
+def _adapters_body(replica: PlannedReplica) -> dict[str, int]:
+    assert replica.adapters is not None
+    slots, rank, kept = replica.adapters
+    num_bytes = 0 if replica.budget is None else replica.budget.adapter_bytes
+    return {"slots": slots, "maxRank": rank, "inMemory": kept, "bytes": num_bytes}
+
+
+def _adapters(replica: PlannedReplica) -> str:
+    """Return the memory of adapters in words."""
+    found = _adapters_body(replica)
+    kept = f"{found['inMemory']} in memory of rank {found['maxRank']} on all layers, and one that is read"
+    return f"{_size(found['bytes'])} for {kept}; {found['slots']} in one batch"
+
+
 def load_text(workload: PlannedWorkload, users: Users | None) -> str:
     """Return the load in words."""
     tokens = f"{workload.input_tokens} + {workload.output_tokens} tokens"
@@ -157,6 +173,8 @@ def _properties(answer: PlanAnswer) -> list[tuple[str, str]]:
             rows.insert(2 + len(lines), ("tightest", f"rank {replica.tightest_rank}, whose device limits the KV cache"))
     if answer.ranks is not None:
         rows.insert(1, ("ranks", answer.ranks.reason))
+    if replica.adapters is not None:
+        rows.insert(3, ("adapters", _adapters(replica)))
     if replica.budget is not None:
         free = f"{_size(replica.budget.free_bytes)} of {_size(replica.budget.limit_bytes)} left in full use"
         rows.insert(3, ("memory", free))
