@@ -25,7 +25,7 @@ class RankIdentity(msgspec.Struct, frozen=True):
 
     @classmethod
     def own(cls, weights: str = "") -> RankIdentity:
-        return cls(version("pagemill"), FORMAT, ABI_VERSION, weights)
+        return cls(version("pagemill-engine"), FORMAT, ABI_VERSION, weights)
 
 
 class RankReport(msgspec.Struct):
