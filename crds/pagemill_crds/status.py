@@ -42,7 +42,12 @@ class PlanSummary(Section):
     """Result of planning the spec."""
 
     model_name: str = ""
-    """Model name that clients send in `model`; a changed one once all replicas have it. Until then both are served."""
+    """Model name that clients send in `model`."""
+    former_name: str | None = None
+    """Model name before the latest change of it. It is served beside the new one until `formerUntil`, and at least
+    until the rollout ends."""
+    former_until: Timestamp | None = None
+    """Time until which `formerName` is served at least."""
     digest: str = ""
     """Digest of the engine's settings and pod template; it changes exactly when pods must be replaced."""
     engine_version: str = ""

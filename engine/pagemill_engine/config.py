@@ -319,6 +319,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """File of the API keys for the OpenAI routes, one entry per line: the SHA-256 of a key in hex, and its tenant
     (`HASH tenant=NAME`). The format is that of a gateway's `api_keys_file`, but limits, models and priorities are
     refused: only a gateway enforces them. A change takes effect within a second. `None`: the routes need no key."""
+    names_file: str | None = None
+    """File of the model's names, `{"names": ["chat"]}`, in place of `served_names`; one that is absent or lists none
+    changes nothing. A change takes effect within seconds. `None`: `names.json` beside `internal_tokens_file`."""
     only_gateways: bool = False
     """Whether the OpenAI routes need the internal token and nothing else: clients use a gateway, which enforces keys
     and limits."""

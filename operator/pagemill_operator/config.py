@@ -11,6 +11,7 @@ import msgspec
 from pagemill_servers.process.settings import read_settings
 
 NAME_LABEL = "app.kubernetes.io/name"
+EngineIds = dict[Literal["runAsUser", "runAsGroup", "fsGroup"], int]
 
 
 class EngineTLSSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -55,6 +56,11 @@ class OperatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Labels of Prometheus's pods, which may reach engines beside gateways and the operator; if both selectors are
     empty, no other pod may.
     """
+    engine_ids: EngineIds = msgspec.field(
+        default_factory=lambda: {"runAsUser": 65532, "runAsGroup": 65532, "fsGroup": 65532}
+    )
+    """User and groups of the pods of engines and loaders, those of the images; `{}` leaves them to the platform, as
+    OpenShift assigns them from a range of each namespace."""
     engine_extra_egress: list[dict[str, Any]] = []
     """Additional egress rules in the NetworkPolicies of engines, in Kubernetes's format; `[{}]` allows everything.
     Without them, engines and loaders reach DNS and, with an `hf://` source, port 443 outside the node and the ports in

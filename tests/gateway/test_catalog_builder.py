@@ -45,15 +45,17 @@ def test_the_adapters_of_a_deployment_are_those_that_its_operator_accepted() -> 
     assert model.adapters == ["sql"]
 
 
-def renamed(name: str, before: str, **spec: Any) -> WatchedDeployment:
+def renamed(name: str, shown: str, former: str = "", **spec: Any) -> WatchedDeployment:
     deployment = llmd(name, **spec)
-    status = msgspec.convert({"plan": {"modelName": before}}, type(deployment.status))
+    status = msgspec.convert({"plan": {"modelName": shown, "formerName": former}}, type(deployment.status))
     return msgspec.structs.replace(deployment, status=status)
 
 
-def test_a_former_name_is_served_until_all_replicas_have_the_new_one_or_another_deployment_claims_it() -> None:
+def test_a_former_name_is_served_while_the_status_shows_it_and_no_deployment_claims_it() -> None:
     new = renamed("a", "old", model={"name": "new", "aliases": ["b"]})
     assert [model.names for model in build_catalog([new], [], KEYS).models] == [("new", "b", "old")]
+    seen = renamed("a", "new", "old", model={"name": "new"})
+    assert [model.names for model in build_catalog([seen], [], KEYS).models] == [("new", "old")]
     done = renamed("a", "new", model={"name": "new"})
     assert [model.names for model in build_catalog([done], [], KEYS).models] == [("new",)]
     other = llmd("c", created=1, model={"name": "old"})

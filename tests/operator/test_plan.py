@@ -78,6 +78,7 @@ def test_changes_of_the_pod_change_the_digest(deployment: Make, changes: dict[st
     "changes",
     [
         {"replicas": 5},
+        {"model__name": "other", "model__aliases": ["more"]},
         {"routing__weight": 10},
         {"routing__queue__maxRequests": 5},
         {"rollout__maxSurge": 2},

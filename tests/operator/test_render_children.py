@@ -555,3 +555,12 @@ def _validator(kind: str, api_version: str) -> jsonschema.Draft202012Validator:
     definitions = referencing.Resource.from_contents(json.loads((folder / "_definitions.json").read_text()))
     registry = referencing.Resource.from_contents(schema) @ (definitions @ referencing.Registry())
     return jsonschema.Draft202012Validator(schema, registry=registry)
+
+
+def test_another_name_changes_the_file_of_names_and_no_pod(deployment: Make) -> None:
+    plain, renamed = (
+        render(deployment(**changes)) for changes in ({}, {"model__name": "other", "model__aliases": ["a"]})
+    )
+    assert _template_digest(renamed) == _template_digest(plain)
+    names = [base64.b64decode(one(each, "Secret")["data"]["names.json"]) for each in (plain, renamed)]
+    assert [json.loads(each)["names"] for each in names] == [["chat"], ["other", "a"]]

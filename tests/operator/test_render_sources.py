@@ -22,10 +22,11 @@ CONTEXT = RenderContext(namespace="pagemill-system", engine_image="engine:1", im
 SECRET = {"model__credentialsSecretRef": {"name": "bucket"}}
 
 
-def render(deployment: LLMDeployment, *, loader_done: bool = True) -> dict[str, Manifest]:
+def render(deployment: LLMDeployment, *, loader_done: bool = True, **context: Any) -> dict[str, Manifest]:
     plan = make_plan(deployment, "kubernetes")
     assert plan.problems == ()
-    children = render_children(plan, Owner(plan.namespace, plan.name, "u"), replace(CONTEXT, loader_done=loader_done))
+    given = replace(CONTEXT, loader_done=loader_done, **context)
+    children = render_children(plan, Owner(plan.namespace, plan.name, "u"), given)
     return {manifest["kind"]: manifest for manifest in children}
 
 
@@ -221,6 +222,15 @@ def test_the_loader_has_the_security_context_of_the_template(deployment: Make) -
     assert context["runAsUser"] == 1000
     assert "fsGroup" not in context
     assert context["runAsNonRoot"] is True
+
+
+def test_ids_are_left_to_the_platform_where_the_setting_is_empty(deployment: Make) -> None:
+    changes = {"model__source": "s3://models/tiny", "model__cache": {"size": "1Gi"}}
+    rendered = render(deployment(**changes), engine_ids={}, loader_done=True)
+    for kind in ("Job", "Deployment"):
+        context = pod(rendered, kind)["securityContext"]
+        assert {"runAsUser", "runAsGroup", "fsGroup"}.isdisjoint(context)
+        assert context["runAsNonRoot"] is True
 
 
 AUTHORITY = {

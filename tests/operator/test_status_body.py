@@ -15,7 +15,7 @@ from observed_world import CONDITION_TYPES
 
 from pagemill_crds.models import LLMDeployment
 from pagemill_crds.status import LLMDeploymentStatus
-from pagemill_operator.backends.kubernetes.observe import observe, status_body
+from pagemill_operator.backends.kubernetes.observe import observe, status_body, status_wait_s
 from pagemill_operator.backends.kubernetes.snapshot import Snapshot
 from pagemill_operator.plan import Plan, make_plan
 from pagemill_operator.status.conditions import events_between
@@ -67,14 +67,27 @@ def test_without_changes_the_status_is_equal(deployment: Make) -> None:
     assert status_body(snapshot(first, load=load), observation, URL, T2) == first
 
 
-def test_a_changed_name_is_shown_once_no_replica_of_the_earlier_plan_serves(deployment: Make) -> None:
+def test_the_name_before_a_change_is_shown_for_ten_minutes_and_until_the_rollout_ends(deployment: Make) -> None:
+    def shown(before: dict[str, Any], plan: Plan, observation: Observation, now: str) -> dict[str, Any]:
+        return written(status_body(snapshot(before, generation=2), observation, URL, now))
+
     first = written(status_body(snapshot(), seen(make_plan(deployment(), "kubernetes"), "ready"), URL, T0))
+    assert "formerName" not in first["plan"]
     plan = make_plan(deployment(model__name="new"), "kubernetes")
+    names = ("modelName", "formerName", "formerUntil")
+    second = shown(first, plan, seen(plan, "ready"), "2026-01-02T03:00:00Z")
+    assert [second["plan"].get(name) for name in names] == ["new", "chat", "2026-01-02T03:10:00Z"]
+    assert status_wait_s(snapshot(second), "2026-01-02T03:04:00Z") == 360
+    later = shown(second, plan, seen(plan, "ready"), "2026-01-02T03:09:59Z")
+    assert later["plan"] == second["plan"]
     rolling = replace(seen(plan, "loading"), replicas=(ReplicaObservation("0", "ready", "older"),))
-    second = written(status_body(snapshot(first, generation=2), rolling, URL, T1))
-    assert second["plan"]["modelName"] == "chat"
-    third = status_body(snapshot(second, generation=2), seen(plan, "ready"), URL, T2)
-    assert third["plan"]["modelName"] == "new"
+    assert shown(second, plan, rolling, "2026-01-02T04:00:00Z")["plan"]["formerName"] == "chat"
+    ended = shown(second, plan, seen(plan, "ready"), "2026-01-02T03:10:00Z")
+    assert [ended["plan"].get(name) for name in names] == ["new", None, None]
+    assert status_wait_s(snapshot(ended), "2026-01-02T03:10:00Z") is None
+    back = make_plan(deployment(), "kubernetes")
+    third = shown(second, back, seen(back, "ready"), "2026-01-02T03:05:00Z")
+    assert [third["plan"].get(name) for name in names] == ["chat", "new", "2026-01-02T03:15:00Z"]
 
 
 def test_an_edit_is_observed_in_every_condition(deployment: Make) -> None:

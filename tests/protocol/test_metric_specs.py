@@ -149,3 +149,17 @@ def test_every_metric_is_set_by_some_code(catalogue: ModuleType, folders: tuple[
 def test_gateways_have_fine_buckets_around_50_milliseconds(spec: metrics.MetricSpec) -> None:
     assert {0.05, 0.1, 0.2} <= set(spec.buckets)
     assert any(0.02 <= bound < 0.05 for bound in spec.buckets)
+
+
+def test_other_values_of_common_labels_keep_what_was_counted() -> None:
+    exported = metrics.Metrics(metrics.ENGINE_METRICS, model_name="old", engine="0")
+    exported.counter(metrics.REQUEST_SUCCESS, finished_reason="stop").inc(3)
+    exported.relabel(model_name="new")
+    exported.counter(metrics.REQUEST_SUCCESS, finished_reason="stop").inc()
+    (family,) = [
+        each
+        for each in text_string_to_metric_families(exported.scrape("").body.decode())
+        if each.name == "vllm:request_success"
+    ]
+    assert [(each.labels["model_name"], each.value) for each in family.samples] == [("new", 4.0)]
+    assert 'model_name="old"' not in exported.render().decode()

@@ -22,6 +22,7 @@ import msgspec
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.ipc.messages import AdapterRead, AdapterUse
 from pagemill_engine.server.adapter_loads import AdapterLoads
+from pagemill_engine.server.followed_file import FollowedFile
 from pagemill_engine.server.metrics import ServerMetrics
 from pagemill_engine.server.phases.state_stream import StatePublisher
 from pagemill_models.adapters.errors import AdapterError, refused
@@ -31,14 +32,10 @@ from pagemill_protocol.report.adapters import AdapterStatus, WantedAdapter, Want
 
 logger = logging.getLogger(__name__)
 
-CHECK_S = 1.0
-"""Interval of checks whether `adapters_file` has changed."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 300.0
 """Pauses before a refused adapter is tried again; each is twice the one before."""
 MAX_FETCHES = 4
 """Adapters that are fetched at once."""
-MAX_FILE_BYTES = 4 * 1024 * 1024
-_decoder = msgspec.json.Decoder(WantedAdapters)
 
 
 @dataclass(slots=True, eq=False)
@@ -56,8 +53,9 @@ class ServedAdapters:
         self, config: EngineConfig, names: Sequence[str], publisher: StatePublisher, metrics: ServerMetrics
     ) -> None:
         """`names`: the model's, which no adapter may have."""
-        self._file = None if config.adapters_file is None else Path(config.adapters_file)
-        self._names = frozenset(names)
+        path = config.adapters_file
+        self._file = None if path is None else FollowedFile(Path(path), WantedAdapters, self._want)
+        self._names = names
         self._max_loras = config.max_loras
         self._publisher, self._metrics = publisher, metrics
         self._loads: AdapterLoads | None = None
@@ -65,8 +63,6 @@ class ServedAdapters:
         self._from_file: set[str] = set()
         self._conflicts: list[AdapterStatus] = []
         """Entries of the file whose name something else has."""
-        self._content: bytes | None = None
-        """The file's content that was read last."""
         self._fetches = asyncio.Semaphore(MAX_FETCHES)
         self._use = AdapterUse()
         self._work: set[asyncio.Task[None]] = set()
@@ -136,8 +132,8 @@ class ServedAdapters:
                 raise invalid_field("lora_modules", taken)
             self._begin(each, retries=False)
         if self._file is not None:
-            self._read_file()
-            self._keep(asyncio.create_task(self._follow(), name="adapters file"))
+            self._file.read()
+            self._keep(asyncio.create_task(self._file.follow(), name="adapters file"))
         while awaited := [each for each in self._served.values() if self._is_needed(each)]:
             names = [each.wanted.name for each in awaited]
             on_wait(", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else ""))
@@ -158,39 +154,11 @@ class ServedAdapters:
 
     # -- the file
 
-    async def _follow(self) -> None:
-        while True:
-            await asyncio.sleep(CHECK_S)
-            self._read_file()
-
-    def _read_file(self) -> None:
-        """Serve what the file lists. One that cannot be read changes nothing."""
-        if self._file is None:
-            return
-        try:
-            with self._file.open("rb") as file:
-                content = file.read(MAX_FILE_BYTES + 1)
-        except FileNotFoundError:
-            content = b"{}"
-        except OSError as error:
-            logger.warning("the adapters of %s cannot be read: %s", self._file, error)
-            return
-        if content == self._content:
-            return
-        self._content = content
-        try:
-            if len(content) > MAX_FILE_BYTES:
-                raise ValueError(f"it has more than {MAX_FILE_BYTES} bytes")
-            wanted = _decoder.decode(content)
-        except ValueError as error:
-            logger.warning("%s lists no adapters that can be read, those before stay: %s", self._file, error)
-            return
-        self._want(wanted.adapters)
-
-    def _want(self, wanted: list[WantedAdapter]) -> None:
+    def _want(self, listed: WantedAdapters) -> None:
+        """Serve what the file lists."""
         self._conflicts = []
         found: dict[str, WantedAdapter] = {}
-        for each in wanted:
+        for each in listed.adapters:
             taken = f"Two adapters are named `{each.name}`; the first is served." if each.name in found else None
             if each.name not in self._from_file:
                 taken = taken or self._taken(each.name)

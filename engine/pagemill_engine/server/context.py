@@ -83,6 +83,13 @@ class ServerContext:
         if name not in self.names and self.adapter_digest(name) is None:
             raise model_not_found(name, self.all_names)
 
+    def rename(self, names: list[str]) -> None:
+        """Serve the model under other names from now on."""
+        if names != self.names:
+            self.names[:] = names
+            self.publisher.announce_names(names)
+            self.metrics.rename(names[0])
+
     @property
     def all_names(self) -> list[str]:
         """The names of the model and of its adapters."""

@@ -35,6 +35,7 @@ from pagemill_engine.server.adapters import ServedAdapters
 from pagemill_engine.server.context import ServerContext
 from pagemill_engine.server.engine_client import EngineClient
 from pagemill_engine.server.fit import check_fits
+from pagemill_engine.server.followed_file import FollowedFile
 from pagemill_engine.server.metrics import ServerMetrics
 from pagemill_engine.server.phases.draining import ACKNOWLEDGE_TIMEOUT_S, Draining
 from pagemill_engine.server.phases.lifecycle import Lifecycle
@@ -51,6 +52,7 @@ from pagemill_models.tokenizer_files.load_bundle import load_bundle
 from pagemill_models.tokenizer_files.resolved_defaults import with_defaults
 from pagemill_protocol.errors import ENGINE_CRASHED, ENGINE_FAILED, PagemillError, unavailable
 from pagemill_protocol.link import LINK_PROTOCOL
+from pagemill_protocol.report.adapters import NAMES_FILE, ModelNames
 from pagemill_protocol.tokenizer_bundle import TokenizerBundle
 from pagemill_servers.connection import bounded_protocol
 from pagemill_servers.connection_limits import (
@@ -127,6 +129,7 @@ class Server:
         )
         if settings.engine.enable_lora:
             self._context.adapters = ServedAdapters(settings.engine, names, publisher, metrics)
+        self._names_file = _names_file(settings.server, self._context)
         self._was_ready = False
         self._warming_up: asyncio.Task[None] | None = None
         self._opened: Opened | None = None
@@ -158,6 +161,8 @@ class Server:
                 asyncio.create_task(control.serve(sockets=[control_socket])),
             ]
             publisher = asyncio.create_task(context.publisher.run())
+            if self._names_file is not None:
+                stack.callback(asyncio.create_task(self._names_file.follow()).cancel)
             engine = asyncio.create_task(self._run_engine())
             try:
                 await self._until_end(engine, publisher)
@@ -343,6 +348,19 @@ def _open_ports(server: ServerConfig) -> tuple[socket.socket, socket.socket]:
         return bind_both(server.host, server.port, server.control_host, server.control_port)
     except ListenError as error:
         raise StartupError(error.reason, str(error), error.field) from error
+
+
+def _names_file(server: ServerConfig, context: ServerContext) -> FollowedFile[ModelNames] | None:
+    """Return the file of the model's names, which has been read once; None if there is none."""
+    if server.names_file is not None:
+        path = Path(server.names_file)
+    elif server.internal_tokens_file is not None:
+        path = Path(server.internal_tokens_file).with_name(NAMES_FILE)
+    else:
+        return None
+    file = FollowedFile(path, ModelNames, lambda found: context.rename(found.names or context.names))
+    file.read()
+    return file
 
 
 def _http_server(

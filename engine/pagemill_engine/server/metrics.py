@@ -74,6 +74,9 @@ class ServerMetrics:
         for reason in ENDS:
             self._metrics.counter(names.REQUEST_SUCCESS, finished_reason=reason)
 
+    def rename(self, model_name: str) -> None:
+        self._metrics.relabel(model_name=model_name)
+
     def scrape(self, accept: str) -> Scrape:
         return self._metrics.scrape(accept)
 

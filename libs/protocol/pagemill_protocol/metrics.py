@@ -25,6 +25,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.openmetrics.exposition import ALLOWUTF8
 from prometheus_client.openmetrics.exposition import generate_latest as openmetrics_text
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample as ExportedSample
 from prometheus_client.utils import floatToGoString
 
 Kind = Literal["counter", "gauge", "histogram"]
@@ -450,6 +451,8 @@ class Metrics:
     def __init__(self, specs: Iterable[MetricSpec], registry: CollectorRegistry | None = None, **common: str) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # they double the series and carry no information
         self.registry = registry if registry is not None else CollectorRegistry()
+        self._shown = self.registry
+        """What is exported: the registry, or its series with other labels."""
         self._common = common
         self.num_updates = 0
         """Number of times an object was fetched to change its value."""
@@ -476,19 +479,24 @@ class Metrics:
         self._asked.clear()
         self._parents[spec.name].remove(*values)
 
+    def relabel(self, **common: str) -> None:
+        """Show other values of labels that all series have in common; what was counted is kept."""
+        self._shown = CollectorRegistry()
+        self._shown.register(_Relabelled(self.registry, common))
+
     def render(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
-        return generate_latest(self.registry)
+        return generate_latest(self._shown)
 
     def scrape(self, accept: str) -> Scrape:
         """Return all metrics in the format that the scraper's `Accept` requests: OpenMetrics, or Prometheus' text."""
-        return _encode(self.registry, accept)
+        return _encode(self._shown, accept)
 
     def samples(self) -> Samples:
         """Return all current values, so that those of several processes can be added."""
         return {
             family.name: [Sample(each.name, tuple(each.labels.items()), each.value) for each in family.samples]
-            for family in self.registry.collect()
+            for family in self._shown.collect()
         }
 
     def _child(self, spec: MetricSpec, labels: dict[str, str], kind: type[Wrapped]) -> Wrapped:
@@ -537,6 +545,20 @@ def _encode(registry: CollectorRegistry, accept: str) -> Scrape:
         return Scrape(generate_latest(registry), "text/plain; version=0.0.4; charset=utf-8")
     body: bytes = openmetrics_text(registry, escaping=ALLOWUTF8)  # type: ignore[no-untyped-call]
     return Scrape(body, "application/openmetrics-text; version=1.0.0; charset=utf-8")
+
+
+class _Relabelled(Collector):
+    def __init__(self, registry: CollectorRegistry, labels: dict[str, str]) -> None:
+        self._registry, self._labels = registry, labels
+
+    def collect(self) -> Iterable[Metric]:
+        for family in self._registry.collect():
+            family.samples = [self._relabelled(each) for each in family.samples]
+            yield family
+
+    def _relabelled(self, sample: ExportedSample) -> ExportedSample:
+        changed = {name: self._labels.get(name, value) for name, value in sample.labels.items()}
+        return sample._replace(labels=changed)
 
 
 class _Collected(Collector):

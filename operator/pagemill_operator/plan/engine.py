@@ -49,6 +49,11 @@ def engine_settings(deployment: LLMDeployment) -> dict[str, Any]:
     return settings | {name: value for name, value in optional.items() if value is not None}
 
 
+def without_names(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings file without the model's names, which running engines read from a file of their own."""
+    return settings | {"engine": {name: value for name, value in settings["engine"].items() if name != "served_names"}}
+
+
 def _adapter_settings(section: LoRA | None, lists_adapters: bool) -> dict[str, Any]:
     """Return the places of adapters; the backend adds the path of the file that lists them."""
     if section is None and not lists_adapters:

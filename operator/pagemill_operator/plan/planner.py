@@ -15,7 +15,7 @@ from pagemill_crds.sections.autoscaling import DEFAULT_OBJECTIVE
 from pagemill_crds.sections.model import Cache, SecretRef
 from pagemill_crds.sections.rollout import ZERO
 from pagemill_operator.autoscaler.settings import settings_of
-from pagemill_operator.plan.engine import engine_settings, server_settings, source_with_revision
+from pagemill_operator.plan.engine import engine_settings, server_settings, source_with_revision, without_names
 from pagemill_operator.plan.extra_args import apply_extra_args
 from pagemill_operator.plan.ignored import find_ignored
 from pagemill_operator.plan.support import Backend, find_notes, find_problems
@@ -177,7 +177,7 @@ def _pods_per_replica(deployment: LLMDeployment) -> int:
 def _digest(process: Process, image: str | None, version: str | None, template: dict[str, Any]) -> str:
     parts = [
         process.module,
-        process.settings,
+        without_names(process.settings),
         process.environment,
         process.environment_from,
         [process.cpu_cores, process.memory_bytes, process.gpus, process.gpu_product],

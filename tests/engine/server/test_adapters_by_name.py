@@ -20,6 +20,7 @@ from waiting import WAIT_LIMIT_S
 from pagemill import AsyncLLM, LoRARequest, SamplingParams
 from pagemill_protocol.frames import StateDecoder
 from pagemill_protocol.report.adapters import AdapterSlots, AdapterStatus
+from pagemill_protocol.report.state import StateFrame
 
 PROMPT = [97, 98, 99, 100, 101, 102]
 TARGETS = {"target_modules": ["q_proj", "v_proj", "down_proj"]}
@@ -63,17 +64,26 @@ class World(NamedTuple):
         return [each["id"] for each in httpx2.get(f"{self.server.url}/v1/models").json()["data"]]
 
     def list(self, *adapters: dict[str, Any]) -> None:
-        """Replace the file as a ConfigMap does, at once."""
+        self.put("adapters.json", {"adapters": list(adapters)})
+
+    def rename(self, *names: str) -> None:
+        self.put("names.json", {"names": list(names)})
+
+    def put(self, file: str, content: dict[str, Any]) -> None:
+        """Replace a file as a ConfigMap does, at once."""
         fresh = self.file.with_name("fresh.json")
-        fresh.write_text(json.dumps({"adapters": list(adapters)}))
-        fresh.replace(self.file)
+        fresh.write_text(json.dumps(content))
+        fresh.replace(self.file.with_name(file))
 
     def reported(self) -> AdapterSlots:
+        return self.frame().adapters
+
+    def frame(self) -> StateFrame:
         decoder, url = StateDecoder(), f"{self.server.control_url}/internal/state"
         with httpx2.stream("GET", url, headers=self.server.auth, timeout=WAIT_LIMIT_S) as answer:
             for data in answer.iter_raw():
                 for frame in decoder.feed(data):
-                    return frame.adapters
+                    return frame
         raise AssertionError("the stream ended without a frame")
 
     def until(self, holds: Callable[[dict[str, AdapterStatus]], bool]) -> dict[str, AdapterStatus]:
@@ -101,7 +111,8 @@ def world(tmp_path_factory: pytest.TempPathFactory, start_for_module: Callable[.
         "chat_template": "{{ messages[-1].content }}",
         "lora_modules": [{"name": "one", "source": str(folder / "one")}],
     }  # fmt: skip
-    server = start_for_module(engine, {"enable_lora_routes": True})
+    (folder / "names.json").write_text(json.dumps({"names": ["base"]}))
+    server = start_for_module(engine, {"enable_lora_routes": True, "names_file": str(folder / "names.json")})
     server.wait_for("ready")
     return World(server, base, adapters, file)
 
@@ -137,6 +148,34 @@ def test_reports_say_what_became_of_each_adapter(world: World) -> None:
     assert slots.num_slots == 2
     assert {one.digest, two.digest} == set(slots.resident)
     assert slots.load_ms > 0
+
+
+def test_the_model_gets_other_names_while_it_runs(world: World) -> None:
+    def answered(name: str) -> int:
+        return world.post("/v1/completions", {"model": name, "prompt": PROMPT, "max_tokens": 1}).status_code
+
+    def wait_for(*names: str) -> None:
+        deadline_s = time.monotonic() + WAIT_LIMIT_S
+        while world.frame().models != list(names):
+            assert time.monotonic() < deadline_s, world.frame().models
+            time.sleep(0.05)
+
+    def counted(name: str) -> list[str]:
+        metrics = httpx2.get(f"{world.server.control_url}/metrics").text
+        return [line for line in metrics.splitlines() if f'model_name="{name}"' in line and "generation_tokens" in line]
+
+    before = counted("base")
+    assert before
+    world.rename("fresh", "alias")
+    wait_for("fresh", "alias")
+    assert world.names() == ["fresh", "alias", "one", "two"]
+    assert [answered(name) for name in ("fresh", "alias", "base", "one")] == [200, 200, 404, 200]
+    assert httpx2.get(f"{world.server.url}/v1/models/two").json()["parent"] == "fresh"
+    assert not counted("base")
+    assert len(counted("fresh")) == len(before)
+    world.rename("base")
+    wait_for("base")
+    assert world.names() == ["base", "one", "two"]
 
 
 def test_adapters_come_and_go_by_routes(world: World) -> None:

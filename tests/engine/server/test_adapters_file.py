@@ -15,6 +15,7 @@ from waiting import WAIT_LIMIT_S
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.ipc.messages import AdapterRead, AdapterUse, ForgetAdapter, LoadAdapter, ToEngine
 from pagemill_engine.server import adapters as module
+from pagemill_engine.server import followed_file
 from pagemill_engine.server.adapter_loads import AdapterLoads
 from pagemill_engine.server.adapters import ServedAdapters
 from pagemill_engine.server.metrics import ServerMetrics
@@ -90,7 +91,7 @@ class ScriptedEngine:
 
 @pytest.fixture
 async def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(module, "CHECK_S", 0.005)
+    monkeypatch.setattr(followed_file, "CHECK_S", 0.005)
     monkeypatch.setattr(module, "FIRST_PAUSE_S", 0.005)
     made: list[ScriptedEngine] = []
 
@@ -194,7 +195,7 @@ async def test_a_file_that_cannot_be_read_changes_nothing(
     for content in ('{"adapters": [{"name": "b"', '{"adapters": [{"name": 1, "source": "x"}]}'):
         caplog.clear()
         world.file.write_text(content)
-        await until(lambda: "those before stay" in caplog.text)
+        await until(lambda: "what it said before stays" in caplog.text)
         assert world.served.names == ["a"]
     world.file.unlink()
     await until(lambda: world.served.names == [])

@@ -80,6 +80,10 @@ class StatePublisher:
         """
         self._update(digests=Digests(tokenizer_bundle=digest, hash_version=HASH_VERSION))
 
+    def announce_names(self, names: list[str]) -> None:
+        """Publish the model's names."""
+        self._update(models=names)
+
     def announce_unused(self, names: list[str]) -> None:
         """Publish the settings that have no effect with this kind of model."""
         self._update(unused_settings=names)

@@ -38,7 +38,7 @@ def build_catalog(
     for claim, taken in name_owners(claims):
         found = endpoints.get((claim.deployment.metadata.namespace, claim.deployment.metadata.name), [])
         if taken is None and _is_served(claim.deployment, bool(found)):
-            models.append(_model(claim, found, keys, _former_name(claim, claimed)))
+            models.append(_model(claim, found, keys, _former_names(claim, claimed)))
     return Catalog(models=models)
 
 
@@ -52,14 +52,13 @@ class _Claim:
         self.names, self.weight = self.served.names, self.served.weight
 
 
-def _former_name(claim: _Claim, claimed: set[str]) -> list[str]:
-    """Return the model's name before the spec changed it, which clients may send until its rollout is complete; none if
-    a deployment claims it."""
-    name = claim.deployment.status.plan.model_name
-    if not name or name in claimed:
-        return []
-    claimed.add(name)
-    return [name]
+def _former_names(claim: _Claim, claimed: set[str]) -> list[str]:
+    """Return the model's names before the spec changed them, which clients may send for a while; none that a deployment
+    claims."""
+    plan = claim.deployment.status.plan
+    names = [name for name in dict.fromkeys((plan.model_name, plan.former_name)) if name and name not in claimed]
+    claimed.update(names)
+    return names
 
 
 def _is_served(deployment: WatchedDeployment, has_pods: bool) -> bool:
@@ -75,10 +74,10 @@ def _age(deployment: WatchedDeployment) -> tuple[str, str, str]:
     return metadata.creation_timestamp, metadata.namespace, metadata.name
 
 
-def _model(claim: _Claim, endpoints: list[Endpoint], keys: EngineKeys | None, former_name: list[str]) -> CatalogModel:
+def _model(claim: _Claim, endpoints: list[Endpoint], keys: EngineKeys | None, former: list[str]) -> CatalogModel:
     metadata, autoscaling = claim.deployment.metadata, claim.deployment.spec.autoscaling
     return catalog_model(
-        msgspec.structs.replace(claim.served, aliases=[*claim.served.aliases, *former_name]),
+        msgspec.structs.replace(claim.served, aliases=[*claim.served.aliases, *former]),
         namespace=metadata.namespace,
         deployment=metadata.name,
         engine_token=keys.sent(metadata.namespace, metadata.name) if keys is not None else "",

@@ -37,7 +37,9 @@ class WatchedAdapter(WatchedSection, frozen=True, kw_only=True):
 
 class WatchedPlan(WatchedSection, frozen=True, kw_only=True):
     model_name: str = ""
-    """The name that all replicas have; another one than the spec's while a rollout brings a new name."""
+    """Another name than the spec's: the operator has not seen its change yet."""
+    former_name: str = ""
+    """The name before a recent change."""
 
 
 class DeploymentStatus(WatchedSection, frozen=True, kw_only=True):

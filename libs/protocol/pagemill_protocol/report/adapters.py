@@ -1,7 +1,7 @@
-"""The LoRA adapters that a running engine is asked to serve (`adapters_file`), and what became of each.
+"""The names and LoRA adapters that a running engine is asked to serve, and what became of each adapter.
 
-The operator, or the local backend, writes the file as JSON, `WantedAdapters`; the engine watches it. `report.state`
-sends the answer, `AdapterSlots`, to gateways.
+The operator, or the local backend, writes `adapters_file` and `names_file` as JSON, `WantedAdapters` and `ModelNames`;
+the engine watches them. `report.state` sends the answer, `AdapterSlots`, to gateways.
 """
 
 from __future__ import annotations
@@ -24,6 +24,15 @@ class WantedAdapters(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """All adapters that are wanted; others are removed once their requests have ended."""
 
     adapters: list[WantedAdapter] = []
+
+
+NAMES_FILE = "names.json"
+"""The usual name of `names_file`."""
+
+
+class ModelNames(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    names: list[str] = []
+    """Names of the model that clients may use, its own first; none: those of the engine's settings."""
 
 
 class AdapterStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

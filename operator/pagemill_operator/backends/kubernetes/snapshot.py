@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pagemill_crds.status import AdapterSummary
+from pagemill_operator.config import EngineIds
 from pagemill_operator.plan.types import Problem
 from pagemill_protocol.report.state import EngineLoad
 
@@ -64,6 +65,8 @@ class RenderContext:
     prometheus_namespace_selector: Mapping[str, str] = field(default_factory=dict)
     """Labels of Prometheus's namespace. If the pod selector is empty too, no monitoring pod is admitted."""
     prometheus_pod_selector: Mapping[str, str] = field(default_factory=dict)
+    engine_ids: EngineIds = field(default_factory=lambda: {"runAsUser": 65532, "runAsGroup": 65532, "fsGroup": 65532})
+    """User and groups of the pods of engines and loaders."""
     engine_extra_egress: tuple[Mapping[str, Any], ...] = ()
     """Additional egress rules of the engines' NetworkPolicies."""
     engine_tls_secret: str = ""

@@ -39,7 +39,7 @@ from pagemill_operator.status.conditions import Observation
 from pagemill_operator.status.observation import ReplicaObservation
 from pagemill_protocol.catalog import Catalog
 from pagemill_protocol.metrics import Metrics, Scrape
-from pagemill_protocol.report.adapters import WantedAdapters
+from pagemill_protocol.report.adapters import ModelNames, WantedAdapters
 from pagemill_protocol.report.histogram import merged
 from pagemill_protocol.report.load import EngineReport
 
@@ -270,7 +270,7 @@ class LocalBackend(Cluster):
 
     def _reconcile_deployment(self, deployment: Deployment) -> None:
         if deployment.is_in_effect:
-            self._write_adapters(deployment)
+            self._write_served(deployment)
             plan, held = self._plan(deployment), self._held(deployment)
             seen = [replica.observation for replica in deployment.replicas]
             actions = next_actions(plan.groups[0], seen, held, plan.standby)
@@ -286,13 +286,14 @@ class LocalBackend(Cluster):
         for _ in range(num_starts):
             self._start_replica(deployment)
 
-    def _write_adapters(self, deployment: Deployment) -> None:
-        """Write the adapters that the engines, which watch the file, are asked to serve."""
-        wanted = deployment.plan.adapters
-        if deployment.plan.serves_adapters and deployment.written_adapters != wanted:
-            content = msgspec.to_builtins(WantedAdapters(adapters=[*wanted]))
-            self._state_dir.replace_json(deployment.adapters_file, content)
-            deployment.written_adapters = wanted
+    def _write_served(self, deployment: Deployment) -> None:
+        """Write the names and adapters that the engines, which watch the files, are asked to serve."""
+        names, adapters = wanted = deployment.plan.names, deployment.plan.adapters
+        if deployment.written != wanted:
+            contents = ModelNames(names=[*names]), WantedAdapters(adapters=[*adapters])
+            for file, content in zip(deployment.served_files, contents, strict=True):
+                self._state_dir.replace_json(file, msgspec.to_builtins(content))
+            deployment.written = wanted
 
     def _held(self, deployment: Deployment) -> dict[str, EngineReport]:
         """Return each replica's load, as far as the gateway reports it."""
@@ -308,6 +309,7 @@ class LocalBackend(Cluster):
         group = deployment.group
         name = unused_name(group.name, {replica.name for replica in self._all_replicas()})
         gpu = self._free_gpu() if group.process.gpus else None
+        names_file, adapters_file = deployment.served_files
         prepare = engine_launcher(
             name,
             group.process,
@@ -316,7 +318,7 @@ class LocalBackend(Cluster):
             self._settings,
             self._state_dir,
             gpu,
-            self._state_dir.path / deployment.adapters_file,
+            (self._state_dir.path / names_file, self._state_dir.path / adapters_file),
         )
         supervisor = Supervisor(
             name,

@@ -79,12 +79,14 @@ class Deployment:
     """Oldest first."""
     conflict: Problem | None = None
     wanted: bool = True
-    written_adapters: tuple[WantedAdapter, ...] | None = None
-    """The adapters in the file that the engines watch."""
+    written: tuple[tuple[str, ...], tuple[WantedAdapter, ...]] | None = None
+    """The names and adapters in the files that the engines watch."""
 
     @property
-    def adapters_file(self) -> str:
-        return f"{self.plan.namespace}.{self.plan.name}.adapters.json"
+    def served_files(self) -> tuple[str, str]:
+        """The files of names and adapters."""
+        start = f"{self.plan.namespace}.{self.plan.name}"
+        return f"{start}.names.json", f"{start}.adapters.json"
 
     @property
     def group(self) -> Group:
@@ -164,18 +166,21 @@ def engine_launcher(
     settings: LocalSettings,
     state_dir: StateDir,
     gpu: str | None,
-    adapters_file: Path,
+    served_files: tuple[Path, Path],
 ) -> Callable[[], Launch]:
     """Return a function that prepares a start of the replica `name`, with new ports each time.
 
-    `gpu` is the only device that the engine sees; `adapters_file` lists the adapters that it serves.
+    `gpu` is the only device that the engine sees; `served_files` list its names and adapters.
     """
+
+    names_file, adapters_file = served_files
 
     def prepare() -> Launch:
         data_port, control_port = free_port(LOOPBACK), free_port(LOOPBACK)
         content = _on_this_machine(process.settings, data_port, control_port, token, num_threads())
         if content["engine"].get("enable_lora"):
             content["engine"]["adapters_file"] = str(adapters_file)
+        content["server"]["names_file"] = str(names_file)
         path = state_dir.write_json(f"{name}.json", content)
         # A killed engine's temporary files are removed with the state folder.
         temporary = {"TMPDIR": str(state_dir.temporary)} if state_dir.temporary else {}

@@ -207,6 +207,7 @@ class Leader:
             operator_selector=config.operator_selector,
             prometheus_namespace_selector=config.prometheus_namespace_selector,
             prometheus_pod_selector=config.prometheus_pod_selector,
+            engine_ids=config.engine_ids,
             engine_extra_egress=tuple(config.engine_extra_egress),
             engine_tls_secret=config.engine_tls.secret,
             engine_tls_name=config.engine_tls.server_name,

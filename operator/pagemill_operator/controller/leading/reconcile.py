@@ -20,7 +20,7 @@ from pagemill_kube.client import Client
 from pagemill_kube.errors import ApiError, Unreachable
 from pagemill_operator.backends.kubernetes.backend import KubernetesCluster
 from pagemill_operator.backends.kubernetes.kinds import LLM_DEPLOYMENT
-from pagemill_operator.backends.kubernetes.observe import load_wait_s, status_body
+from pagemill_operator.backends.kubernetes.observe import status_body, status_wait_s
 from pagemill_operator.backends.kubernetes.snapshot import Manifest
 from pagemill_operator.controller.reporting.cold_starts import ColdStarts
 from pagemill_operator.controller.reporting.events import EventRecorder
@@ -159,14 +159,14 @@ class Reconciler:
         self._metrics.observed(observation)
         new = status_body(snapshot, observation, self._url, text)
         if new == old:
-            return load_wait_s(snapshot, text)
+            return status_wait_s(snapshot, text)
         pause_s = wait_s(old, new, self._clock() - self._written_at.get(key, -1e9))
         if pause_s > 0:
             return pause_s
         await self._write_status(key, snapshot.owner, merge_patch(old, new))
         self._written_at[key] = self._clock()
         await self._record_events(snapshot.owner, old, new, now)
-        return load_wait_s(snapshot, text) if new.get("load") == old.get("load") else None
+        return status_wait_s(snapshot, text) if new.get("load") == old.get("load") else None
 
     async def _record_events(self, owner: Manifest, old: dict[str, Any], new: dict[str, Any], now: datetime) -> None:
         for event in events_between(old, new):

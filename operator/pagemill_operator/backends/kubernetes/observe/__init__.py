@@ -5,7 +5,7 @@ containers, the scheduler's messages, refused creations, refused applies. `statu
 conditions; the controller writes them.
 """
 
-from pagemill_operator.backends.kubernetes.observe.body import load_wait_s, status_body
+from pagemill_operator.backends.kubernetes.observe.body import status_body, status_wait_s
 from pagemill_operator.backends.kubernetes.observe.observation import observe
 
-__all__ = ["load_wait_s", "observe", "status_body"]
+__all__ = ["observe", "status_body", "status_wait_s"]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from datetime import datetime, timedelta
 from typing import Any
 
 from pydantic import ValidationError
 from pydantic.alias_generators import to_camel
 
-from pagemill_crds.status import LLMDeploymentStatus, LoadSummary, Start
+from pagemill_crds.status import LLMDeploymentStatus, LoadSummary, PlanSummary, Start
 from pagemill_operator.backends.kubernetes.render.names import engine_name, selector_text
 from pagemill_operator.backends.kubernetes.snapshot import Snapshot
 from pagemill_operator.plan.types import Plan
@@ -17,6 +18,8 @@ from pagemill_operator.status.load import next_load, remaining_s, summarize
 from pagemill_operator.status.observation import Observation
 
 MAX_NOTES, MAX_ADAPTERS = 32, 1024
+FORMER_NAME_S = 600.0
+"""Seconds that clients have to send a changed name."""
 
 
 def status_body(snapshot: Snapshot, observation: Observation, url: str, now: str) -> dict[str, Any]:
@@ -33,7 +36,7 @@ def status_body(snapshot: Snapshot, observation: Observation, url: str, now: str
         "standbyReplicas": len(observation.asleep()),
         "selector": selector_text(snapshot.name),
         "url": url,
-        "plan": _plan_summary(snapshot, plan, _model_name(plan, old, observation)) if plan else _json(old.plan),
+        "plan": _plan_summary(snapshot, observation, plan, old.plan, now) if plan else _json(old.plan),
         "adapters": _adapters(snapshot) or None,
         "load": _json(next_load(old.load, _measured(snapshot, now))),
         "lastScaling": _last_scaling(old, desired, now, _scaling_reason(observation)),
@@ -59,15 +62,28 @@ def _adapters(snapshot: Snapshot) -> list[dict[str, Any]]:
     return sorted(shown, key=lambda each: str(each["name"]))[:MAX_ADAPTERS]
 
 
-def _model_name(plan: Plan, old: LLMDeploymentStatus, observation: Observation) -> str:
-    """Return the model's name; while replicas of an earlier one are left, that one, which gateways serve beside it."""
-    return old.plan.model_name if old.plan is not None and observation.older() else plan.model_name
+def _former_name(old: PlanSummary | None, name: str, is_replaced: bool, now: str) -> dict[str, Any]:
+    """Return the fields of the name before the latest change, which gateways serve beside the new one for a while.
+
+    `is_replaced`: whether replicas of an earlier spec are left.
+    """
+    if old is None:
+        return {}
+    if old.model_name not in ("", name):
+        until = datetime.fromisoformat(now) + timedelta(seconds=FORMER_NAME_S)
+        return {"formerName": old.model_name, "formerUntil": until.strftime("%Y-%m-%dT%H:%M:%SZ")}
+    if not old.former_until or (not is_replaced and _seconds_until(old.former_until, now) <= 0):
+        return {}
+    return {"formerName": old.former_name, "formerUntil": old.former_until}
 
 
-def _plan_summary(snapshot: Snapshot, plan: Plan, model_name: str) -> dict[str, Any]:
+def _plan_summary(
+    snapshot: Snapshot, observation: Observation, plan: Plan, old: PlanSummary | None, now: str
+) -> dict[str, Any]:
     group = plan.groups[0]
     return {
-        "modelName": model_name,
+        "modelName": plan.model_name,
+        **_former_name(old, plan.model_name, bool(observation.older()), now),
         "digest": group.digest,
         "engineVersion": _engine_version(snapshot),
         "podsPerReplica": group.pods_per_replica,
@@ -84,9 +100,18 @@ def _engine_version(snapshot: Snapshot) -> str:
     return match[1] if match else ""
 
 
-def load_wait_s(snapshot: Snapshot, now: str) -> float | None:
-    """Return the seconds until the status may show the measured load, or None if it already does."""
-    return remaining_s(_old_status(snapshot).load, _measured(snapshot, now))
+def status_wait_s(snapshot: Snapshot, now: str) -> float | None:
+    """Return the seconds until the status may change by itself: it may show the measured load, or a former name ends.
+    None: it does not."""
+    old = _old_status(snapshot)
+    until = old.plan.former_until if old.plan is not None else None
+    name_s = max(0.0, _seconds_until(until, now)) if until else 0.0
+    waits = [each for each in (remaining_s(old.load, _measured(snapshot, now)), name_s or None) if each is not None]
+    return min(waits, default=None)
+
+
+def _seconds_until(time: str, now: str) -> float:
+    return (datetime.fromisoformat(time) - datetime.fromisoformat(now)).total_seconds()
 
 
 def _measured(snapshot: Snapshot, now: str) -> LoadSummary | None:

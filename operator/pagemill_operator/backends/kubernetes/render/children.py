@@ -40,7 +40,7 @@ def _children(plan: Plan, owner: Owner, context: RenderContext) -> Iterator[Mani
     # The network policy comes first, so that no pod is ever reachable without it.
     yield render_network_policy(plan, owner, context)
     yield render_service(plan, owner)
-    yield render_tokens(owner, context.tokens)
+    yield render_tokens(owner, context.tokens, plan.names)
     if plan.cache is not None and plan.waits_for_job:
         if plan.cache.claim_name is None:
             yield render_claim(plan, owner, plan.cache)

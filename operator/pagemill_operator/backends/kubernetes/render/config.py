@@ -1,7 +1,8 @@
 """Renders the engine's settings file and its list of adapters as ConfigMaps, and its tokens as a Secret.
 
 The settings' ConfigMap is named after its content and never changes, so a changed setting changes the pod template. The
-list of adapters and the Secret change in place, so new adapters and a token rotation restart nothing.
+list of adapters and the Secret, which has the model's names too, change in place, so new adapters, other names and a
+token rotation restart nothing.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import base64
 import copy
 import json
+from collections.abc import Sequence
 
 import msgspec
 
@@ -18,7 +20,7 @@ from pagemill_operator.backends.kubernetes.snapshot import Manifest, Owner, Rend
 from pagemill_operator.plan.pod_template import ADAPTERS_PATH, KERNELS_PATH, SETTINGS_PATH, TLS_PATH, TOKEN_PATH
 from pagemill_operator.plan.types import Plan
 from pagemill_protocol.engine_ports import TLS_CONTROL_PORT, TLS_DATA_PORT
-from pagemill_protocol.report.adapters import WantedAdapters
+from pagemill_protocol.report.adapters import NAMES_FILE, ModelNames, WantedAdapters
 
 SETTINGS_FILE, ADAPTERS_FILE = "settings.json", "adapters.json"
 TOKENS_FILE = "tokens"
@@ -34,6 +36,8 @@ def settings_text(plan: Plan, context: RenderContext) -> str:
     content = copy.deepcopy(plan.groups[0].process.settings)
     # Another text restarts engines, so those that IPv4 reaches keep theirs; with both families the first one counts.
     every_address = "::" if context.prefers_ipv6 else "0.0.0.0"
+    # Other names must not change the pods: engines read them beside their tokens. Earlier versions ignore that file.
+    content["engine"]["served_names"] = [plan.name]
     content["engine"]["model"] = opened_source(plan, plan.source)
     if plan.draft_source is not None:
         content["engine"]["speculative"]["source"] = opened_source(plan, plan.draft_source)
@@ -74,7 +78,9 @@ def render_adapters(plan: Plan, owner: Owner) -> Manifest:
     return child("v1", "ConfigMap", adapters_name(plan.name), owner, data={ADAPTERS_FILE: text})
 
 
-def render_tokens(owner: Owner, tokens: tuple[str, ...]) -> Manifest:
-    """Render the accepted tokens, one per line, the newest first."""
+def render_tokens(owner: Owner, tokens: tuple[str, ...], names: Sequence[str] = ()) -> Manifest:
+    """Render the accepted tokens, one per line, the newest first, and the model's names if they are known."""
     data = {TOKENS_FILE: base64.b64encode("".join(f"{token}\n" for token in tokens).encode()).decode()}
+    if names:
+        data[NAMES_FILE] = base64.b64encode(msgspec.json.encode(ModelNames(names=[*names]))).decode()
     return child("v1", "Secret", token_name(owner.name), owner, type="Opaque", data=data)

@@ -62,7 +62,7 @@ def common_spec(context: RenderContext) -> dict[str, Any]:
     spec: dict[str, Any] = {
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
-        "securityContext": pod_security(),
+        "securityContext": pod_security(context.engine_ids),
     }
     if context.image_pull_secrets:
         spec["imagePullSecrets"] = [{"name": name} for name in context.image_pull_secrets]

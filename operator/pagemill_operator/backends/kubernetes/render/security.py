@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-USER_ID = 65532
-"""The user and group of all Pagemill images."""
 
-
-def pod_security() -> dict[str, Any]:
+def pod_security(ids: Mapping[Any, int]) -> dict[str, Any]:
     return {
         "runAsNonRoot": True,
-        "runAsUser": USER_ID,
-        "runAsGroup": USER_ID,
-        "fsGroup": USER_ID,
+        **ids,
         # Kubernetes does not walk through a volume full of weights at every start.
         "fsGroupChangePolicy": "OnRootMismatch",
         "seccompProfile": {"type": "RuntimeDefault"},
