@@ -77,3 +77,21 @@ def _roll(release: Release, assistant: Deployed, change: dict[str, Any]) -> None
     load.report().assert_all_complete(at_least=20)
     long.report().assert_all_complete(at_least=2)
     assert {pod["metadata"]["uid"] for pod in old}.isdisjoint(pod["metadata"]["uid"] for pod in assistant.pods())
+
+
+def test_the_only_replica_of_a_full_node_is_replaced_in_place_and_requests_wait(
+    one_node: OneNode, release: Release, space: Kubectl
+) -> None:
+    (node,) = one_node.kubectl.items("nodes")
+    # More than half of the node, so that a second pod of it has no room.
+    wide = {"name": "engine", "resources": {"requests": {"cpu": f"{int(node['status']['allocatable']['cpu']) * 600}m"}}}
+    resources = {"gpus": 0, "cpu": int(node["status"]["allocatable"]["cpu"]), "memory": "1536Mi"}
+    template = {"spec": {"containers": [wide]}}
+    chat = deploy(space, llmdeployment("chat", resources=resources, template=template))
+    chat.wait_ready(1)
+    old = chat.pods()
+    with running_load(release.service("chat"), workers=2) as load:
+        chat.patch(engine={"maxNumSeqs": 6})
+        chat.wait_rolled_out(old)
+        load.wait_for(5)
+    load.report().assert_all_complete(at_least=5)
