@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from concurrent.futures import wait
 from pathlib import Path
@@ -14,6 +15,10 @@ from adapter_engine import NUM_TOKENS, Engine
 from peft_adapters import ATTENTION, CASES, PROMPTS, Adapted, Base, write_adapter, write_base
 from safetensors.numpy import load_file, save_file
 
+from pagemill_engine.adapters.reading import read_values
+from pagemill_models.adapters.errors import AdapterError
+from pagemill_models.adapters.folder import read_adapter
+from pagemill_models.spec.model_files import load_model_spec
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.request.generate import ChoiceResume, GenerateRequest
 from pagemill_protocol.request.sampling import SamplingParams
@@ -325,3 +330,22 @@ def test_an_adapter_whose_files_are_gone_fails_its_requests_only(bases: Any, tmp
         outs |= {out.request_id: out.error for out in engine.core.step().outputs if out.finish_reason}
     assert "has no `adapter_model.safetensors`" in str(outs["1"])
     assert outs["2"] is None
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "message"),
+    [(8, "changed while it was read"), (-2000, "ends within tensor")],
+    ids=["grows", "shrinks"],
+)
+def test_a_folder_that_changes_while_it_is_read_is_refused(
+    num_bytes: int, message: str, bases: Any, tmp_path: Path
+) -> None:
+    base = bases("llama")
+    adapted = write_adapter(base, tmp_path, target_modules=["q_proj"])
+    path = adapted.folder / WEIGHTS
+    files = read_adapter(adapted.folder, load_model_spec(base.folder).decoder, 16)
+    size = path.stat().st_size
+    whole = read_values(files, lambda name: np.empty(0))
+    with pytest.raises(AdapterError, match=message):
+        read_values(files, lambda name: np.empty(0), lambda: os.truncate(path, size + num_bytes))
+    assert len(whole.parts) == 3
