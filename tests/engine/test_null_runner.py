@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from pagemill_engine.config import EngineConfig
@@ -26,9 +27,10 @@ class Clock:
         self.now_s += seconds
 
 
-def make_runner(clock: Clock | None = None) -> NullRunner:
+def make_runner(clock: Clock | None = None, stages: int = 1) -> NullRunner:
     clock = clock or Clock()
     config = EngineConfig(model="m", block_size=4, num_kv_blocks=16, vocab_size=500, step_time=STEP_TIME)
+    config = msgspec.structs.replace(config, pipeline_parallel_size=stages)
     return NullRunner.from_config(config, clock=clock.now, sleep=clock.sleep)
 
 
@@ -138,3 +140,18 @@ def test_steps_run_one_after_the_other() -> None:
     clock.now_s = 1.0
     runner.wait(runner.launch(StepPlan(3, {"a": 1}, samples={"a"})))
     assert clock.now_s == pytest.approx(1.01)
+
+
+def test_a_step_waits_in_each_stage_for_the_one_before_it() -> None:
+    """Times of the two stages: 0 to 30 and 30 to 60 for the first step; 30 to 40 and 60 to 70 for the second."""
+    clock = Clock()
+    runner = make_runner(clock, stages=2)
+    long = runner.launch(start("a", num_tokens=21, blocks=6))
+    short = runner.launch(StepPlan(2, {"b": 1}, admitted=[row("b", num_tokens=1)], samples={"b"}))
+    runner.wait(long)
+    assert clock.now_s == pytest.approx(0.06)
+    following = runner.launch(StepPlan(3, {"a": 1}, samples={"a"}))
+    runner.wait(short)
+    assert clock.now_s == pytest.approx(0.07)
+    runner.wait(following)  # 60 to 70 in the first stage
+    assert clock.now_s == pytest.approx(0.08)

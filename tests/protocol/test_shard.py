@@ -13,8 +13,8 @@ from declared_families import NAMES, RECURRENT, declared
 
 from pagemill_models.declaration.declaration import AttentionSpec, DecoderSpec, LinearSpec, MatrixSpec, RowGroups
 from pagemill_models.sharding.linears import SPLITS, linears
-from pagemill_models.sharding.shard import Shard, heads_of, shard, stage, units_of
-from pagemill_models.sharding.slices import ShardError, TensorSlice, dealt, with_rows
+from pagemill_models.sharding.shard import Shard, heads_of, layers_of_stages, shard, stage, units_of
+from pagemill_models.sharding.slices import ShardError, TensorSlice, dealt, dealt_by_size, with_rows
 
 SIZES = (2, 3, 4)
 
@@ -162,6 +162,21 @@ def test_stages_hold_each_tensor_once(name: str) -> None:
     assert sum(len(each.layers) for each in stages) == len(decoder.layers)
     with pytest.raises(ShardError, match="no stage of a model"):
         stage(decoder, middle, len(decoder.layers) + 1)
+
+
+def test_stages_have_equal_work_whatever_the_head_takes() -> None:
+    assert dealt_by_size([1] * 30 + [9], 2) == [(0, 20), (20, 31)]
+    assert dealt_by_size([1] * 31, 4) == [(0, 8), (8, 16), (16, 24), (24, 31)]
+    assert dealt_by_size([1, 1, 1, 100], 3) == [(0, 2), (2, 3), (3, 4)], "no stage is empty"
+    decoder = declared("llama")
+    layers = decoder.layers[:1] * 10
+    decoder = msgspec.structs.replace(decoder, layers=layers)
+    head = {f"{decoder.embedding.name}.weight", "lm_head.weight"}
+    for of_head, ends in ((0.0, 5), (4.0, 7), (100.0, 9)):
+        found = layers_of_stages(decoder, 2, lambda name, of_head=of_head: of_head if name in head else 0.125)
+        size = sum(0.125 for name in msgspec.structs.replace(decoder, layers=layers[:1]).shapes() if "layers." in name)
+        assert size == pytest.approx(1, rel=0.3)
+        assert found == [(0, ends), (ends, 10)]
 
 
 def test_a_model_of_transformers_is_refused_by_name() -> None:

@@ -331,7 +331,7 @@ def _replica(
         budget=memory.budget,
         device=device,
         step_time_from=fit_from,
-        overlaps=bool(config.overlap),
+        overlaps=_overlaps_on_cpu(config),
         adapters=_adapters(config),
     )
 
@@ -340,6 +340,12 @@ def _adapters(config: EngineConfig) -> AdapterLimits | None:
     from pagemill_engine.adapters.starting import limits_of
 
     return limits_of(config) if config.enable_lora else None
+
+
+def _overlaps_on_cpu(config: EngineConfig) -> bool:
+    """Whether an engine launches a step before it has read the one before: on CPUs where a setting says so, or with
+    stages, which compute different steps at the same time."""
+    return config.pipeline_parallel_size > 1 if config.overlap is None else config.overlap
 
 
 def _measured(
@@ -387,7 +393,7 @@ def _measured(
         budget=budget,
         device=_this_machine(config.num_threads, ready.compute),
         step_time_from=f"measured on this machine, with up to {measured.most_at_once} requests at once",
-        overlaps=bool(config.overlap),
+        overlaps=_overlaps_on_cpu(config),
         alone=measured.alone,
         adapters=_adapters(config),
         ranks=tuple(ranks),

@@ -73,7 +73,8 @@ class NullRunner:
         self._rows: dict[str, _Row] = {}
         self._with_logprobs: set[str] = set()
         """Ids of the requests that ask for log probabilities."""
-        self._busy_until_s = float("-inf")
+        self._busy_until_s = [float("-inf")] * info.stages
+        """Of each stage."""
         self._sleeps = False
 
     @classmethod
@@ -113,11 +114,11 @@ class NullRunner:
             raise StepPlanError(f"step {plan.step} was launched while the device sleeps")
         self._apply(plan)
         token_ids = self._compute(plan)
-        predicted_ms = self.predicted_ms(plan)
-        self._busy_until_s = max(self._clock(), self._busy_until_s) + predicted_ms / 1000
+        predicted_ms, done_at_s = self.predicted_ms(plan), self._clock()
+        for stage, busy_until_s in enumerate(self._busy_until_s):
+            self._busy_until_s[stage] = done_at_s = max(done_at_s, busy_until_s) + predicted_ms / 1000
         logprobs = dict(self._logprobs(token_ids)) if self._with_logprobs else {}
         prompts = {name: self._of_prompt(targets) for name, targets in plan.prompt_targets.items()}
-        done_at_s = self._busy_until_s + (self._info.stages - 1) * predicted_ms / 1000  # in the later stages
         return NullHandle(token_ids, logprobs, prompts, done_at_s)
 
     def predicted_ms(self, plan: StepPlan) -> float:

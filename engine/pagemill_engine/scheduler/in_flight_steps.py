@@ -95,11 +95,17 @@ def can_run_ahead(sequence: Sequence, held: WaitingChoices) -> bool:
     return not (held.num_waiting and held.fork_is_due(sequence))
 
 
-def equal_part(running: SortedSequences, num_stages: int) -> int:
+def equal_part(running: SortedSequences, in_flight: InFlightSteps, num_stages: int) -> int:
     """Return the most decodes of a step, so that every stage has some: an equal part of all that decode, those in
-    flight included. Parts of prompts are not limited."""
+    flight included. Parts of prompts are not limited.
+
+    As many steps decode at a time as there are stages. Another one would have the few that are left over, and take
+    nearly as long as one with an equal part.
+    """
     if num_stages == 1:
         return len(running)
+    if sum(1 for step in in_flight if step.plan.decode_context_tokens) >= num_stages:
+        return 0
     return -(-sum(1 for sequence in running if sequence.num_due_tokens <= 1) // num_stages)
 
 

@@ -198,7 +198,7 @@ class Scheduler:
     def _schedule_proposals(self, proposals: Proposals, step: StepBuilder) -> None:
         """Schedule the decodes for which tokens are proposed, as long as all others have budget and blocks."""
         left, num_running, one_block = step.budget - len(self._running), len(self._running), [1] * len(self.kv.kinds)
-        turn = turn_of(self._running, equal_part(self._running, self._num_stages))
+        turn = turn_of(self._running, equal_part(self._running, self._in_flight, self._num_stages))
         seqs = [seq for seq in turn if may_propose(seq) and not self._choices.fork_is_due(seq)]
         for seq, token_ids in proposals.choose(seqs, self._sequences):
             if left < 1 or not self.kv.has_room(one_block, step.reserved, num_running):
@@ -217,7 +217,7 @@ class Scheduler:
         running, scheduled, num_context_tokens = SequenceState.RUNNING, step.plan.num_scheduled_tokens, 0
         decodes = [seq for seq in self._running if seq.request_id not in scheduled] if scheduled else [*self._running]
         if self._num_stages > 1:
-            decodes = turn_of(decodes, equal_part(self._running, self._num_stages) - len(scheduled))
+            decodes = turn_of(decodes, equal_part(self._running, self._in_flight, self._num_stages) - len(scheduled))
         for seq in decodes:
             if seq.state is not running or (overlaps and not can_run_ahead(seq, held)):
                 continue

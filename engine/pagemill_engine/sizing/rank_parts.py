@@ -16,7 +16,7 @@ from pagemill_engine.weights.errors import LoadError
 from pagemill_engine.weights.sliced import SlicedTensors
 from pagemill_engine.weights.source import WeightSource
 from pagemill_models.declaration.declaration import DecoderSpec
-from pagemill_models.sharding.shard import shard, stage
+from pagemill_models.sharding.shard import layers_of_stages, shard, stage
 from pagemill_models.sharding.slices import Range, ShardError, Slices, dealt
 from pagemill_models.spec.model_spec import ModelSpec
 
@@ -34,17 +34,15 @@ class RankPlace(NamedTuple):
     """The rank that it sends hidden states to; None: it computes logits."""
 
 
-def place_of(rank: int, size: int, num_stages: int, num_layers: int) -> RankPlace:
-    """Return where a rank is. Ranks are numbered from the last stage on, so that rank 0 has the head.
-
-    Stages have as many layers as the others, or one more: the earlier ones, since the last one has the head.
-    """
+def place_of(rank: int, size: int, stages: Sequence[Range]) -> RankPlace:
+    """Return where a rank is. Ranks are numbered from the last stage on, so that rank 0 has the head."""
+    num_stages = len(stages)
     num_parts = size // num_stages
     turn, part = divmod(rank, num_parts)
     number = num_stages - 1 - turn
     before = rank + num_parts if number > 0 else None
     behind = rank - num_parts if turn > 0 else None
-    return RankPlace(dealt(num_layers, num_stages)[number], part, num_parts, before, behind)
+    return RankPlace(stages[number], part, num_parts, before, behind)
 
 
 class RankPart(NamedTuple):
@@ -57,8 +55,8 @@ class RankPart(NamedTuple):
         return SlicedTensors(whole, decoder, self.spec.decoder, self.slices)
 
 
-def part_of(spec: ModelSpec, rank: int, size: int, num_stages: int) -> RankPart:
-    """Return a rank's spec and what it reads. Raises `LoadError` for a model that so many ranks cannot divide."""
+def check_division(spec: ModelSpec, size: int, num_stages: int) -> None:
+    """Raise `LoadError` for a model that so many ranks cannot divide."""
     if size % num_stages:
         raise LoadError("SettingsUnsupported", f"{size} ranks cannot be divided into {num_stages} equal stages.")
     if num_stages > spec.num_layers:
@@ -72,22 +70,43 @@ def part_of(spec: ModelSpec, rank: int, size: int, num_stages: int) -> RankPart:
             "SettingsUnsupported",
             "A model that embeds or scores runs in one process. Set tensorParallel and pipelineParallel to 1.",
         )
-    place = place_of(rank, size, num_stages, spec.num_layers)
+    part_of(spec, 0, size, dealt(spec.num_layers, num_stages))
+
+
+def part_of(spec: ModelSpec, rank: int, size: int, stages: Sequence[Range]) -> RankPart:
+    """Return a rank's spec and what it reads. Raises `LoadError` for a model that so many ranks cannot divide.
+
+    `stages`: the layers of each (`stages_of`).
+    """
+    place = place_of(rank, size, stages)
     try:
-        own = spec.decoder if num_stages == 1 else stage(spec.decoder, *place.layers)
+        own = spec.decoder if len(stages) == 1 else stage(spec.decoder, *place.layers)
         part = shard(own, place.part, place.num_parts)
     except ShardError as error:
         raise LoadError("SettingsUnsupported", f"{error} Lower tensorParallel.") from error
     return RankPart(msgspec.structs.replace(spec, decoder=part.decoder), part.slices, place)
 
 
+def stages_of(config: EngineConfig, spec: ModelSpec, work_of: Callable[[str], float]) -> list[Range]:
+    """Return the layers of each stage. Raises `LoadError`. `work_of`: as in `layers_of_stages`."""
+    if config.num_ranks > 1:
+        check_division(spec, config.num_ranks, config.pipeline_parallel_size)
+    if config.pipeline_parallel_size == 1:
+        return [(0, spec.num_layers)]
+    return layers_of_stages(spec.decoder, config.pipeline_parallel_size, work_of)
+
+
 def rank_sizes(
-    config: EngineConfig, weights: WeightSource, spec: ModelSpec, sizes_of: Callable[[WeightSource, ModelSpec], Sizes]
+    config: EngineConfig,
+    stages: Sequence[Range],
+    weights: WeightSource,
+    spec: ModelSpec,
+    sizes_of: Callable[[WeightSource, ModelSpec], Sizes],
 ) -> list[RankSizes]:
     """Return the part of each rank; none for a model in one process. Raises `LoadError`."""
     if config.num_ranks == 1:
         return []
-    parts = [part_of(spec, rank, config.num_ranks, config.pipeline_parallel_size) for rank in range(config.num_ranks)]
+    parts = [part_of(spec, rank, config.num_ranks, stages) for rank in range(config.num_ranks)]
     return [RankSizes(part.spec, sizes_of(part.weights(weights, spec.decoder), part.spec)) for part in parts]
 
 
@@ -102,9 +121,12 @@ def together(whole: Sizes, ranks: Sequence[RankSizes]) -> Sizes:
 
 
 def describe_ranks(ranks: Sequence[RankSizes], tensor_parallel_size: int) -> list[str]:
-    """Return a line for each stage: what its ranks hold, and how unevenly heads are dealt."""
+    """Return a line for each stage: its layers, what its ranks hold, and how unevenly heads are dealt."""
     stages = [ranks[first : first + tensor_parallel_size] for first in range(0, len(ranks), tensor_parallel_size)]
-    return [_describe(members, first * tensor_parallel_size) for first, members in enumerate(stages)]
+    found = [_describe(members, first * tensor_parallel_size) for first, members in enumerate(stages)]
+    if len(stages) == 1:
+        return found
+    return [f"{members[0].spec.num_layers} layers: {text}" for members, text in zip(stages, found, strict=True)]
 
 
 def _describe(members: Sequence[RankSizes], first: int) -> str:

@@ -7,6 +7,7 @@ KV cache and decides whether everything fits.
 from __future__ import annotations
 
 import logging
+import math
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,16 +25,17 @@ from pagemill_engine.sizing.compute import (
 )
 from pagemill_engine.sizing.draft import DraftModel, find_draft, scratch_blocks
 from pagemill_engine.sizing.kv_sizes import kv_bytes_per_token
-from pagemill_engine.sizing.rank_parts import rank_sizes
+from pagemill_engine.sizing.rank_parts import rank_sizes, stages_of
 from pagemill_engine.weights.declared import DeclaredWeights
 from pagemill_engine.weights.early_digest import EarlyDigest
 from pagemill_engine.weights.opening import open_weights, shape_only_weights
 from pagemill_engine.weights.quantized import QuantizedWeights
-from pagemill_engine.weights.source import WeightSource
+from pagemill_engine.weights.source import WeightSource, stored_bytes
 from pagemill_kernels.arrays import NUMPY_TYPES, FloatType
 from pagemill_kernels.kv_store.kinds import KVType
 from pagemill_kernels.registry import WeightForms, weight_forms
 from pagemill_models.files.safetensors_header import lacks_weights
+from pagemill_models.sharding.slices import Range
 from pagemill_models.spec.model_spec import ModelSpec
 
 logger = logging.getLogger(__name__)
@@ -97,7 +99,29 @@ def ranks_on_gpu(config: EngineConfig, path: Path, spec: ModelSpec) -> list[Rank
 
 def _rank_sizes(config: EngineConfig, path: Path, spec: ModelSpec, storage: StorageForms) -> list[RankSizes]:
     weights = _weights(config, path, spec, storage)
-    return rank_sizes(config, weights, spec, lambda own, part: sizes_of(config, own, part, storage))
+    return parts_of_ranks(config, weights, spec, storage)[1]
+
+
+def parts_of_ranks(
+    config: EngineConfig, weights: WeightSource, spec: ModelSpec, storage: StorageForms
+) -> tuple[list[Range], list[RankSizes]]:
+    """Return the layers of each stage, and what each of several ranks holds. Raises `LoadError`.
+
+    A tensor's work is its share of the bytes, which steps with few tokens wait for, and that of the values, with which
+    steps with many tokens multiply. Both are the same unless some tensors are quantized and others are not.
+    """
+    keep_stored, shapes = _keeps_stored(spec, storage, config.quantization != "none"), weights.shapes
+    num_bytes = weights.num_bytes(storage.dtype, keep_stored)
+    num_values = sum(map(math.prod, shapes.values()))
+
+    def work_of(name: str) -> float:
+        if name not in shapes:
+            return 0.0
+        held = stored_bytes(weights, name, storage.dtype, keep_stored)
+        return held / num_bytes + math.prod(shapes[name]) / num_values
+
+    stages = stages_of(config, spec, work_of)
+    return stages, rank_sizes(config, stages, weights, spec, lambda own, part: sizes_of(config, own, part, storage))
 
 
 def sizes_on_gpu(config: EngineConfig, path: Path, spec: ModelSpec) -> Sizes:
@@ -183,9 +207,11 @@ def _weight_bytes(weights: WeightSource, spec: ModelSpec, storage: StorageForms,
     """
     if spec.decoder.by_transformers:
         return weights.num_bytes(storage.activation_dtype, keep_stored=False)
-    has_codes = rounded or spec.quantization is not None
-    keep_stored = storage.weights.bfloat16 or (storage.weights.codes and has_codes)
-    held = weights.num_bytes(storage.dtype, keep_stored=keep_stored)
+    held = weights.num_bytes(storage.dtype, keep_stored=_keeps_stored(spec, storage, rounded))
     entry = spec.decoder.embedding
     twice = spec.tie_word_embeddings and spec.decoder.embeds and not storage.weights.rows
     return held + (entry.num_rows * entry.size * NUMPY_TYPES[storage.dtype].itemsize if twice else 0)
+
+
+def _keeps_stored(spec: ModelSpec, storage: StorageForms, rounded: bool) -> bool:
+    return storage.weights.bfloat16 or (storage.weights.codes and (rounded or spec.quantization is not None))

@@ -75,14 +75,12 @@ class RankSettings(msgspec.Struct):
     capacity: int
     stuck_seconds: float
     num_blocks: int
+    stages: list[Range]
+    """The layers of each."""
 
     @property
     def size(self) -> int:
         return self.config.num_ranks
-
-    @property
-    def num_stages(self) -> int:
-        return self.config.pipeline_parallel_size
 
 
 def load_on_ranks(files: ModelFiles, compute: Compute, stuck_seconds: float = STUCK_SECONDS) -> Runner:
@@ -110,7 +108,7 @@ def load_ranks(files: ModelFiles, compute: Compute, stuck_seconds: float = STUCK
     prepare_thread = torch_threads(compute, threads[0])
     with refusals(files.path):
         prepared = prepare(files, compute, measure_memory())
-        part = part_of(spec, 0, size, num_stages)
+        part = part_of(spec, 0, size, prepared.stages)
     config = prepared.config
     capacity = config.step.max_num_batched_tokens * spec.hidden_size
     group_memory = SharedMemory.create(group_bytes(size, capacity, members))
@@ -123,6 +121,7 @@ def load_ranks(files: ModelFiles, compute: Compute, stuck_seconds: float = STUCK
         RankSettings(
             config, str(files.path), rank, os.getpid(), threads[rank], group_memory.file, ring_memory.file,
             None if logits_memory is None else logits_memory.file, capacity, stuck_seconds, prepared.num_blocks,
+            prepared.stages,
         )
         for rank in range(1, size)
     ]  # fmt: skip
@@ -160,7 +159,7 @@ def follower_of(settings: RankSettings, group: ComputingGroup, answer: Callable[
     launch.set_num_threads(settings.num_threads)
     torch_threads(compute, settings.num_threads)
     with refusals(path):
-        part = part_of(spec, settings.rank, settings.size, settings.num_stages)
+        part = part_of(spec, settings.rank, settings.size, settings.stages)
         weights = weights_of(config, path, spec, compute.weight_forms.small_floats)
         logits_memory = None
         if settings.logits_file is not None:

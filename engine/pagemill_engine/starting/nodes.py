@@ -27,9 +27,9 @@ from pagemill_engine.executing.ranks.processes import ends_of
 from pagemill_engine.executing.ranks.ranked import RankedRunner
 from pagemill_engine.sizing.compute import Compute
 from pagemill_engine.sizing.memory import MemoryState, measure_memory
-from pagemill_engine.sizing.rank_parts import part_of
+from pagemill_engine.sizing.rank_parts import check_division, part_of
 from pagemill_engine.starting.load_ranks import RankSettings, check_settings, load_part, overlapped
-from pagemill_engine.starting.preparing import ModelFiles, describe_cache, prepare, refusals, runner_info
+from pagemill_engine.starting.preparing import ModelFiles, PreparedModel, describe_cache, prepare, refusals, runner_info
 from pagemill_engine.starting.rendezvous import Joining, Key, Listener, Member, listen, token_of
 from pagemill_engine.starting.threads import threads_of_ranks, torch_threads
 from pagemill_engine.weights.errors import LoadError
@@ -82,7 +82,7 @@ def load_nodes(files: ModelFiles, compute: Compute, stuck_seconds: float = STUCK
             "Adapters are read from folders of node 0, which other nodes lack. Turn enable_lora off, or run all ranks "
             "on one machine.",
         )
-    part = part_of(files.spec, 0, config.num_ranks, config.pipeline_parallel_size)
+    check_division(files.spec, config.num_ranks, config.pipeline_parallel_size)
     launch.set_num_threads(threads[0])
     prepare_thread = torch_threads(compute, threads[0])
     files.progress("loading", f"waiting for the ranks of {nodes.count} nodes at {nodes.address}:{nodes.port}")
@@ -93,8 +93,8 @@ def load_nodes(files: ModelFiles, compute: Compute, stuck_seconds: float = STUCK
         members = _members(config, nodes, listener, children)
         with refusals(files.path):
             prepared = prepare(files, compute, measure_memory(), _other_nodes(nodes, members))
-            config = prepared.config
-            _invite(files, config, prepared.num_blocks, members, stuck_seconds)
+            config, part = prepared.config, part_of(files.spec, 0, config.num_ranks, prepared.stages)
+            _invite(files, prepared, members, stuck_seconds)
             connections = _connections(config, nodes, listener, children)
             values = {rank: connections["values", rank] for rank in members}
             group = TcpGroup(values, 0, config.num_ranks, config.tensor_parallel_size, stuck_seconds)
@@ -271,13 +271,14 @@ def _other_nodes(nodes: NodesConfig, members: dict[int, Member]) -> list[MemoryS
     return [by_node[number] for number in range(1, nodes.count)]
 
 
-def _invite(
-    files: ModelFiles, config: EngineConfig, num_blocks: int, members: dict[int, Member], stuck_seconds: float
-) -> None:
+def _invite(files: ModelFiles, prepared: PreparedModel, members: dict[int, Member], stuck_seconds: float) -> None:
+    config = prepared.config
     capacity = config.step.max_num_batched_tokens * files.spec.hidden_size
     plain = msgspec.structs.replace(config, nodes=None, model_folder=None)
     for rank, member in members.items():
-        settings = RankSettings(plain, "", rank, 0, 0, -1, -1, None, capacity, stuck_seconds, num_blocks)
+        settings = RankSettings(
+            plain, "", rank, 0, 0, -1, -1, None, capacity, stuck_seconds, prepared.num_blocks, prepared.stages
+        )
         below = {other: (each.host, each.joining.port) for other, each in members.items() if other < rank}
         send_frame(member.connection, msgspec.json.encode(Invitation(settings, below)))
 

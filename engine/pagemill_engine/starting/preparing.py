@@ -22,8 +22,8 @@ from pagemill_engine.sizing.compute import Compute
 from pagemill_engine.sizing.draft import DraftModel, find_draft
 from pagemill_engine.sizing.kv_sizes import CacheBlocks
 from pagemill_engine.sizing.memory import MemoryState
-from pagemill_engine.sizing.rank_parts import rank_sizes, together
-from pagemill_engine.sizing.sizing import sizes_of, storage_forms, weights_of, with_draft
+from pagemill_engine.sizing.rank_parts import together
+from pagemill_engine.sizing.sizing import parts_of_ranks, sizes_of, storage_forms, weights_of, with_draft
 from pagemill_engine.sizing.step_limits import choose_step_limits
 from pagemill_engine.weights.codes import describe_codes
 from pagemill_engine.weights.early_digest import EarlyDigest
@@ -31,6 +31,7 @@ from pagemill_engine.weights.errors import LoadError
 from pagemill_engine.weights.opening import stored_as
 from pagemill_engine.weights.source import WeightSource
 from pagemill_kernels.kv_store.kinds import KVType
+from pagemill_models.sharding.slices import Range
 from pagemill_models.sources import default_name
 from pagemill_models.spec.model_spec import ModelSpec
 
@@ -61,6 +62,8 @@ class PreparedModel(NamedTuple):
     """Memory of the device before the weights were loaded."""
     num_blocks: int
     budget: MemoryBudget
+    stages: list[Range]
+    """The layers of each stage of a pipeline."""
     draft: DraftModel | None = None
 
 
@@ -76,7 +79,7 @@ def prepare(
     if not spec.decoder.by_transformers:
         check_depth(spec.decoder, weights.shapes)
     storage = storage_forms(compute)
-    ranks = rank_sizes(config, weights, spec, lambda own, part: sizes_of(config, own, part, storage))
+    stages, ranks = parts_of_ranks(config, weights, spec, storage)
     whole, here = sizes_of(config, weights, spec, storage), ranks[: config.ranks_here]
     sizes = together(whole, here)
     draft = find_draft(config, files.path, spec, on_gpu=compute.backend == "triton")
@@ -95,7 +98,7 @@ def prepare(
             num_blocks, budget = plan_memory(limited, spec, sizes, before, here)
     how = f"{compute.how}{TEXT_ONLY if spec.decoder.text_only else ''}"
     files.progress("loading", f"{default_name(config.model)}: {_held(files, compute, weights)}, {how}")
-    return PreparedModel(config, compute, weights, sizes, before, num_blocks, budget, draft)
+    return PreparedModel(config, compute, weights, sizes, before, num_blocks, budget, stages, draft)
 
 
 @contextmanager

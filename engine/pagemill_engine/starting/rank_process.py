@@ -31,7 +31,7 @@ def main() -> None:
     logs.configure(logging.WARNING, process=f"rank {settings.rank}")
     end_with(settings.parent)
     size, capacity = settings.size, settings.capacity
-    members = size // settings.num_stages
+    members = size // len(settings.stages)
     memory = SharedMemory(settings.group_file, group_bytes(size, capacity, members))
     group = SharedMemoryGroup(memory, settings.rank, size, capacity, settings.stuck_seconds, members)
     messages = SharedMemory(settings.ring_file, ring_bytes(SLOTS, SLOT_BYTES))

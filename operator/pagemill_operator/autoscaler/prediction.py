@@ -73,7 +73,7 @@ class Predictor:
     def __init__(self, shape: Shape, share: float, model: StepTimeModel | None = None) -> None:
         """`share` is the percentile of the latencies, 0 to 1; `model` is that of the shape's step times, if built."""
         if (stages := shape.step_time.stages) > 1:
-            most = (stages + 1) * shape.max_step_tokens
+            most = stages * shape.max_step_tokens
             shape = msgspec.structs.replace(shape, step_time=in_rounds(shape.step_time), max_step_tokens=most)
         self._shape = shape
         self.share = share

@@ -71,7 +71,7 @@ def test_parts_of_files_have_the_values_of_whole_tensors(
     config, spec = EngineConfig(model=str(path), **settings), load_model_spec(path)
     whole = weights_of(config, path, spec, True)
     for rank in range(2):
-        part = part_of(spec, rank, 2, 1)
+        part = part_of(spec, rank, 2, [(0, spec.num_layers)])
         own, expected = part.weights(whole, spec.decoder), part.weights(Uncut(whole), spec.decoder)  # type: ignore[arg-type]
         assert own.shapes == expected.shapes
         assert own.num_bytes("float32", True) == expected.num_bytes("float32", True)

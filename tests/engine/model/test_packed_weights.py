@@ -139,7 +139,7 @@ def test_a_rank_reads_its_parts_of_a_packed_checkpoint(
         whole.read_codes(each)
     read_by_one, read_by_two = sum(read), 0
     for rank in range(2):
-        part = part_of(spec, rank, 2, 1)
+        part = part_of(spec, rank, 2, [(0, spec.num_layers)])
         own, cut = part.weights(whole, spec.decoder), part.weights(Uncut(whole), spec.decoder)  # type: ignore[arg-type]
         assert own.shapes == cut.shapes
         for each in packed:

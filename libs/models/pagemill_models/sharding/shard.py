@@ -7,6 +7,7 @@ compute, in the order of ranks; biases of these are on rank 0.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import msgspec
@@ -29,6 +30,7 @@ from pagemill_models.sharding.slices import (
     Slices,
     TensorSlice,
     dealt,
+    dealt_by_size,
     merged,
     scaled,
     with_columns,
@@ -102,6 +104,17 @@ def stage(decoder: DecoderSpec, first: int, last: int) -> DecoderSpec:
         head=decoder.head if ends else None,
         classifier=decoder.classifier if ends else None,
     )
+
+
+def layers_of_stages(decoder: DecoderSpec, num_stages: int, work_of: Callable[[str], float]) -> list[Range]:
+    """Return the layers of each stage, so that each has about as much work in a step.
+
+    The last one has the head, too; embedding reads a few rows. `work_of`: of a tensor.
+    """
+    bare = replace(decoder, embeds=False, norm=None, head=None, classifier=None)
+    sizes = [sum(map(work_of, replace(bare, layers=(layer,)).shapes())) for layer in decoder.layers]
+    sizes[-1] += sum(map(work_of, replace(decoder, embeds=False, layers=()).shapes()))
+    return dealt_by_size(sizes, num_stages)
 
 
 def _check_divisible(decoder: DecoderSpec) -> None:

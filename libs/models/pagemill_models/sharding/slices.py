@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -51,6 +52,25 @@ def dealt(num_units: int, num_ranks: int) -> list[Range]:
     sizes = [least + (rank < more) for rank in range(num_ranks)]
     ends = [sum(sizes[: rank + 1]) for rank in range(num_ranks)]
     return [(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+
+
+def dealt_by_size(sizes: Sequence[float], num_parts: int) -> list[Range]:
+    """Return consecutive units of each part, at least one, so that the largest part is as small as it goes; earlier
+    parts get more units where that makes no difference."""
+    totals = [0.0, *accumulate(sizes)]
+    # Of the first units in so many parts, by their number: the largest part, how uneven they are, and the ends.
+    found: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
+    for part in range(1, num_parts + 1):
+        found = {
+            end: min(
+                (max(largest, totals[end] - totals[first]), uneven + (totals[end] - totals[first]) ** 2, (*ends, -end))
+                for first, (largest, uneven, ends) in found.items()
+                if first < end
+            )
+            for end in range(part, len(sizes) - num_parts + part + 1)
+        }
+    ends = [-end for end in found[len(sizes)][2]]
+    return list(zip([0, *ends], ends, strict=False))
 
 
 def scaled(units: Range, size: int, first: int = 0) -> Range:

@@ -81,12 +81,11 @@ class StepTimePieces(NamedTuple):
 def in_rounds(params: StepTimeParams) -> StepTimeParams:
     """Return the times of rounds: all steps in flight, of which each has an equal part of the tokens.
 
-    A request decodes once in a round. An engine has one step more in flight than it has stages, so that none waits for
-    the scheduler; a request alone passes all stages one after the other.
+    A request decodes once in a round of as many steps as there are stages; one alone passes them one after the other.
     """
     if params.stages <= 1 or not params.knots_tokens:
         return params
-    steps = params.stages + 1
+    steps = params.stages
     return msgspec.structs.replace(
         params,
         knots_tokens=[1, *(steps * knot for knot in params.knots_tokens)],
