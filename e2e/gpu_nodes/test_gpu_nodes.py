@@ -14,6 +14,7 @@ from support.deployments import deploy
 from support.kubectl import Kubectl
 from support.objects import llmdeployment
 from support.release import Release
+from support.waiting import until
 
 pytestmark = [pytest.mark.scale]
 
@@ -37,3 +38,40 @@ def test_engines_are_placed_on_nodes_with_free_gpus(gpu_node: None, release: Rel
     chat.scale(9)
     reported = chat.wait_reason("Scheduled", "InsufficientGPU", 60)
     assert reported["status"] == "False"
+
+
+@pytest.fixture
+def waiting_class(one_node: OneNode) -> Iterator[str]:
+    """Return a storage class whose volumes are made where the claim's first pod is placed."""
+    made = {
+        "apiVersion": "storage.k8s.io/v1",
+        "kind": "StorageClass",
+        "metadata": {"name": "e2e-waits"},
+        "provisioner": "e2e.pagemill.dev/none",
+        "volumeBindingMode": "WaitForFirstConsumer",
+    }
+    one_node.kubectl.apply(made)
+    yield "e2e-waits"
+    one_node.kubectl.delete("storageclass/e2e-waits")
+
+
+def test_a_loader_fixes_its_volume_where_the_engines_gpus_are(
+    gpu_node: None, waiting_class: str, release: Release, space: Kubectl
+) -> None:
+    """The node without GPUs has room, and a loader needs none of them."""
+    model = {"source": "hf://test/tiny", "cache": {"size": "1Gi", "storageClassName": waiting_class}}
+    template = {"spec": {"tolerations": hollow.PLACED["tolerations"]}}
+    resources = {"gpus": 1, "gpuProduct": hollow.GPU_PRODUCT}
+    chat = deploy(space, llmdeployment("chat", model=model, resources=resources, template=template))
+
+    def chosen() -> str | None:
+        (claim,) = space.items("persistentvolumeclaims", "--selector", chat.selector) or [{}]
+        notes = claim.get("metadata", {}).get("annotations", {})
+        return (
+            str(notes["volume.kubernetes.io/selected-node"]) if "volume.kubernetes.io/selected-node" in notes else None
+        )
+
+    assert until("the scheduler has chosen the volume's node", chosen, timeout_s=60) == "hollow-0"
+    (job,) = space.items("jobs", "--selector", chat.selector)
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    assert "nvidia.com/gpu" not in container["resources"].get("limits", {})
