@@ -155,7 +155,10 @@ def _own(config: Config, architecture: str) -> dict[str, Any]:
         local = config["rope_parameters"]["sliding_attention"]["rope_theta"]
         return {"rope.freq_base_swa": float(local)}
     if architecture == "mpt":
-        return {"attention.max_alibi_bias": float(config["attn_config"]["alibi_bias_max"])}
+        settings = config["attn_config"]
+        clip = settings.get("clip_qkv")
+        bound = {} if clip is None else {"attention.clamp_kqv": float(clip)}
+        return {"attention.max_alibi_bias": float(settings["alibi_bias_max"]), **bound}
     if architecture == "olmoe":
         return {"expert_count": config["num_experts"], "expert_used_count": config["num_experts_per_tok"]}
     return {}
@@ -223,11 +226,12 @@ def _tensors(folder: Path, config: Config, architecture: str) -> dict[str, Tenso
 
 
 def _stacked_experts(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the matrices of a layer's experts as one tensor."""
+    """Return the matrices of a layer's experts, and the norms of its heads, as one tensor."""
     found: dict[str, list[Tensor]] = {}
     for name in sorted(weights, key=lambda name: [int(part) if part.isdigit() else 0 for part in name.split(".")]):
-        found.setdefault(re.sub(r"experts\.\d+", "experts", name), []).append(weights[name])
-    return {name: torch.stack(each) if ".experts." in name else each[0] for name, each in found.items()}
+        short = re.sub(r"\.norms\.\d+", "", re.sub(r"experts\.\d+", "experts", name))
+        found.setdefault(short, []).append(weights[name])
+    return {name: torch.stack(each) if len(each) > 1 else each[0] for name, each in found.items()}
 
 
 def _changed(architecture: str) -> Change:

@@ -173,7 +173,22 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "starcoder2": ("Starcoder2ForCausalLM", {**LLAMA, "sliding_window": 24}),
     "stablelm": ("StableLmForCausalLM", {**LLAMA, "use_qkv_bias": True}),
     "stablelm side by side": ("StableLmForCausalLM", {**LLAMA, "use_parallel_residual": True}),
+    "stablelm with norms of heads": (
+        "StableLmForCausalLM",
+        {**LLAMA, "qk_layernorm": True, "use_parallel_residual": True},
+    ),
     "phi": ("PhiForCausalLM", {**LLAMA, "num_key_value_heads": 4}),
+    "phi with norms of heads": ("PhiForCausalLM", {**LLAMA, "qk_layernorm": True}),
+    "phi with a tied head": ("PhiForCausalLM", {**LLAMA, "tie_word_embeddings": True}),
+    "cohere with norms of heads": ("CohereForCausalLM", {**LLAMA, "logit_scale": 1.5, "use_qk_norm": True}),
+    "mpt with clipped values": (
+        "MptForCausalLM",
+        {**MPT, "tie_word_embeddings": False, "attn_config": {"clip_qkv": 0.5}},
+    ),
+    "olmoe with clipped values": (
+        "OlmoeForCausalLM",
+        {**LLAMA, "num_experts": 6, "num_experts_per_tok": 2, "clip_qkv": 0.5},
+    ),
     "cohere": ("CohereForCausalLM", {**LLAMA, "logit_scale": 1.5}),
     "nemotron": ("NemotronForCausalLM", LLAMA),
     "phi3 with long contexts": (
@@ -282,7 +297,7 @@ def write_model(
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.endswith(("bias", "sinks")):
                 parameter.normal_(0, 0.2)
-            elif parameter.dim() == 1:
+            elif parameter.dim() == 1 or "norm" in parameter_name:
                 parameter.normal_(0 if name.startswith(("Gemma2", "Gemma3", "GemmaF")) else 1, 0.2)
             elif tied_experts and parameter_name.endswith("gate.weight"):
                 parameter[1::2] = parameter[: len(parameter) // 2 * 2 : 2]

@@ -81,18 +81,25 @@ def read_bias(source: TensorSource, spec: LinearSpec, dtype: FloatType, order: A
     start = 0
     for part in spec.parts:
         if part.bias:
-            source.read_into(f"{part.name}.bias", bias[start : start + part.rows])
+            source.read_into(part.stored_bias, bias[start : start + part.rows])
         start += part.rows
     return bias if order is None else bias[order]
 
 
 def read_norm(source: TensorSource, spec: NormSpec, name: str, dtype: FloatType, order: Array | None = None) -> Array:
-    """Return a norm's tensor. `name`: weight or bias. `order`: the stored index of each value."""
+    """Return a norm's tensor, [size], or [heads, size] where heads have their own. `name`: weight or bias.
+
+    `order`: the stored index of each value.
+    """
     if name == "bias":
         vector = read_tensor(source, f"{spec.name}.bias", (spec.size,), dtype)
         return vector if order is None else vector[order]
     if spec.stored is None:
         return np.ones(spec.size, dtype=NUMPY_TYPES[dtype])
+    if spec.heads is not None:
+        parts = [read_tensor(source, *each, dtype).reshape(-1, spec.size) for each in spec.weight_shapes().items()]
+        rows = np.concatenate(parts)
+        return rows if order is None else np.take(rows, order, axis=1)
     # What is computed of a stored weight is not rounded to the type in which that was exact.
     exact = spec.weight_offset == 0.0 and spec.factor == 1.0
     vector = read_tensor(source, f"{spec.name}.{spec.stored}", (spec.size,), dtype if exact else "float32")

@@ -100,6 +100,7 @@ class NormWeights(ctypes.Structure):
         ("centered", c_int32),
         ("whole_size", c_int64),
         ("adds", c_int32),
+        ("heads", c_int32),
     )
 
 
@@ -143,6 +144,7 @@ class LayerWeights(ctypes.Structure):
         ("scale", c_float),
         ("residual_scale", c_float),
         ("limit", c_float),
+        ("clip", c_float),
         ("activation", c_int32),
         ("gated", c_int32),
         ("parallel", c_int32),

@@ -146,6 +146,7 @@ class _Weights:
             head_dim=parts.head_dim,
             scale=parts.scale,
             residual_scale=parts.residual_scale,
+            clip=parts.clip or 0.0,
             parallel=parts.parallel,
         )
         if isinstance(parts.mlp, MLPParts):
@@ -173,9 +174,10 @@ def _norm(parts: NormParts | None) -> library.NormWeights:
     return library.NormWeights(
         weight=address(parts.weight),
         bias=optional_address(parts.bias),
-        size=len(parts.weight),
+        size=parts.weight.shape[-1],
         eps=parts.eps,
         centered=parts.centered,
         whole_size=parts.whole_size,
         adds=parts.adds,
+        heads=len(parts.weight) if parts.weight.ndim > 1 else 0,
     )

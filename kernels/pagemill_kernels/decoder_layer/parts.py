@@ -13,6 +13,7 @@ class NormParts(NamedTuple):
     """RMS norm, or layer norm if `centered`."""
 
     weight: Array
+    """[size], or [heads, size] where each head has its own."""
     bias: Array | None
     eps: float
     centered: bool
@@ -60,6 +61,8 @@ class LayerParts(NamedTuple):
     query_norm: NormParts | None = None
     """Norm before the rotation, of head_dim for each head alone, or of all heads' size over all of them."""
     key_norm: NormParts | None = None
+    clip: float | None = None
+    """Bound of the amounts of queries, keys and values before the rotation."""
     attention_output_norm: NormParts | None = None
     mlp_output_norm: NormParts | None = None
     residual_scale: float = 1.0

@@ -96,7 +96,6 @@ def test_a_gemma_2_file_without_a_window_gets_the_published_one(tmp_path: Path) 
     [
         ("olmo2", {"attention.sliding_window": 64}, "a sliding window \\(OLMo 3\\)"),
         ("mpt", {"attention.max_alibi_bias": 0.0}, "`attn_config.alibi` = False"),
-        ("mpt", {"attention.clamp_kqv": 6.0}, "`attn_config.clip_qkv` = 6.0"),
     ],
 )
 def test_unsupported_variants_are_refused(

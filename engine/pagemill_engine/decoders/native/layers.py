@@ -50,6 +50,7 @@ def layer_parts(layer: LayerSpec, rotations: list[tuple[RopeSpec, int]], first_l
         num_kv_heads=attention.num_kv_heads,
         head_dim=attention.head_dim,
         scale=attention.scale,
+        clip=attention.clip,
         window=attention.window,
         rotation=None if rope is None else rotations.index((rope, attention.rotary_table_dim)),
         attention_norm=parts.norm(first.norm),

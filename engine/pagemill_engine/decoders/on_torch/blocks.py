@@ -115,6 +115,8 @@ class Attention:
             _normalize(self.query_norm, heads[:, :num_heads], context)
         if self.key_norm is not None:
             _normalize(self.key_norm, heads[:, num_heads : num_heads + self.spec.num_kv_heads], context)
+        if self.spec.clip is not None:
+            heads[:, : num_heads + 2 * self.spec.num_kv_heads].clamp_(-self.spec.clip, self.spec.clip)
         if rotation is None:
             self.ops.store(heads, num_heads, cache, slots)
         else:
@@ -130,10 +132,10 @@ class Attention:
     def _norms_of_heads(self) -> HeadNorms | None:
         """Return the norms if both are RMS norms of single heads, which can be computed in the pass of the rotation."""
         query, key = self.query_norm, self.key_norm
-        if query is None or key is None:
+        if query is None or key is None or self.spec.clip is not None:
             return None
         alike = query.eps == key.eps and all(
-            norm.spec.kind == "rms" and norm.spec.size == self._head_dim and norm.spec.part is None
+            norm.spec.kind == "rms" and norm.spec.size == self._head_dim and norm.spec.part is norm.spec.heads is None
             for norm in (query, key)
         )
         return HeadNorms(query.weight, key.weight, query.eps) if alike else None

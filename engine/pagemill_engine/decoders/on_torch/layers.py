@@ -108,20 +108,24 @@ class Norm:
         self.bias: Tensor | None = None
         self._ops, self._dtype, self._order = ops, dtype, order
         self._normalize = self._rms_norm if spec.kind == "rms" else self._layer_norm
+        self._of_heads: Tensor | None = None
 
     def shapes(self) -> Shapes:
         return self.spec.shapes()
 
     def load(self, source: TensorSource) -> None:
         self.weight = self._vector(source, "weight")
+        if self.spec.heads is not None:
+            self._of_heads, self.weight = self.weight, torch.ones_like(self.weight[0])
         if self.spec.bias:
             self.bias = self._vector(source, "bias")
 
     def held(self) -> Tensor:
-        return self.weight
+        return self.weight if self._of_heads is None else self._of_heads
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._normalize(x)
+        normed = self._normalize(x)
+        return normed if self._of_heads is None else (normed * self._of_heads).to(x.dtype)
 
     def of_ranks(self, x: Tensor, group: RankGroup[Tensor]) -> Tensor:
         """Normalise rows of which other ranks have further values. x: [tokens, size]."""

@@ -150,6 +150,7 @@ struct NormWeights {
   int32_t centered;
   int64_t whole_size;  // of all ranks' values, where ranks divide the norm's; else 0
   int32_t adds;        // whether this rank's values count in the ranks' sum of squares
+  int32_t heads;       // rows of weights, one for each head; 0: all heads have the same
 };
 
 // A mixture of experts; experts.cpp. Arrays contain one address per expert; biases may be null.
@@ -244,6 +245,7 @@ struct LayerWeights {
   float scale;           // of the attention scores
   float residual_scale;  // of the values added to the residual
   float limit;           // of the MLP's gate; 0: none
+  float clip;            // bound of queries, keys and values before the rotation; 0: none
   int32_t activation;    // Activation
   int32_t gated;
   int32_t parallel;  // the MLP reads the same hidden states as the attention

@@ -57,8 +57,17 @@ struct Layer {
     if (!norm.weight) return;
     if (norm.whole_size)
       normalize_of_ranks(norm, heads, tokens, stride, sum);
+    else if (norm.heads)
+      normalize_by_own(norm, heads, tokens, stride);
     else
       normalize(norm, heads, tokens, stride, count / norm.size, heads, stride, threads);
+  }
+
+  // The same with weights of each head's own.
+  void normalize_by_own(const NormWeights& norm, float* heads, int64_t tokens, int64_t stride) const {
+    NormWeights own = norm;
+    for (int32_t head = 0; head < norm.heads; ++head, own.weight += norm.size)
+      normalize(own, heads + head * norm.size, tokens, stride, 1, heads + head * norm.size, stride, threads);
   }
 
   // The same for RMS norms over all heads, of which other ranks have further ones.
@@ -74,6 +83,12 @@ struct Layer {
       const float scale = 1.0f / std::sqrt(squares[t] / static_cast<float>(norm.whole_size) + norm.eps);
       for (int64_t i = 0; i < norm.size; ++i) heads[t * stride + i] *= scale * norm.weight[i];
     }
+  }
+
+  void clip(float* rows, int64_t tokens, int64_t stride, int64_t count) const {
+    for (int64_t t = 0; t < tokens; ++t)
+      for (int64_t i = 0; i < count; ++i)
+        rows[t * stride + i] = std::clamp(rows[t * stride + i], -w.clip, w.clip);
   }
 
   // Whether a result needs neither a norm nor a scale.
@@ -110,6 +125,7 @@ struct Layer {
     adapt(kQkv, x, read, tokens, 0, heads, width);
     normalize_heads(w.query_norm, heads, tokens, width, queries, kQueryNorm);
     normalize_heads(w.key_norm, heads + queries, tokens, width, keys, kKeyNorm);
+    if (w.clip > 0) clip(heads, tokens, width, queries + 2 * keys);
     pagemill_rope_and_store(heads, tokens, w.num_heads, w.num_kv_heads, w.head_dim, cos, sin, cache, cache_type, slots,
                             plan.block_size, block_stride, threads);
     AttentionArgs attention = plan;

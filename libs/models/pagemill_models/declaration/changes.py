@@ -32,6 +32,30 @@ def with_attention(plain: DecoderSpec, change: Callable[[int, AttentionSpec], At
     return _with_blocks(plain, block)
 
 
+def with_head_norms(
+    plain: DecoderSpec, names: tuple[str, str], eps: float, *, bias: bool = False, stored: str = "weight",
+    of_each_head: bool = False,
+) -> DecoderSpec:  # fmt: skip
+    """Return the decoder with layer norms over each query and each key head. `names`: those of the two norms."""
+
+    def attention(index: int, spec: AttentionSpec) -> AttentionSpec:
+        norms = [
+            NormSpec(
+                name=f"{plain.layers[index].name}.self_attn.{name}",
+                size=spec.head_dim,
+                eps=eps,
+                kind="layer",
+                bias=bias,
+                stored=stored,
+                heads=(0, count) if of_each_head else None,
+            )
+            for name, count in zip(names, (spec.num_heads, spec.num_kv_heads), strict=True)
+        ]
+        return replace(spec, query_norm=norms[0], key_norm=norms[1])
+
+    return with_attention(plain, attention)
+
+
 def with_mlp(plain: DecoderSpec, change: Callable[[str, MLPSpec], MLPSpec]) -> DecoderSpec:
     """Return the decoder with changed MLPs. `change`: takes the prefix of a layer's tensors and its MLP."""
 

@@ -65,6 +65,8 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
     """Whether values are the keys before these are normalized and rotated."""
     cache_layer: int | None = None
     """The earlier layer whose keys and values it reads; None: it has its own."""
+    clip: float | None = None
+    """Bound of the amounts of normalised queries and keys, before the rotation, and of values."""
 
     @property
     def cache_heads(self) -> int:
@@ -541,8 +543,9 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
         head = self.head
         if head is None:
             return None
-        name = self.embedding.name if head.tied else head.name
-        return LinearSpec(self.embedding.size, (MatrixSpec(name=name, rows=self.num_head_rows, bias=head.bias),))
+        name, rows = self.embedding.name if head.tied else head.name, self.num_head_rows
+        matrix = MatrixSpec(name=name, rows=rows, bias=head.bias, bias_name=f"{head.name}.bias")
+        return LinearSpec(self.embedding.size, (matrix,))
 
     @property
     def num_head_rows(self) -> int:
@@ -584,8 +587,7 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
     def shapes(self) -> Shapes:
         """Return the required shape of every tensor; a transposed matrix is stored the other way round."""
         projection = None if self.head is None else self.head.projection
-        head = self.untied_head() if self.embeds else self.head_linear()
-        around = [part for part in (self.norm, projection, head, self.classifier, self.reads) if part is not None]
+        around = [part for part in (self.norm, projection, self.head_linear(), self.classifier, self.reads) if part is not None]
         entry: Shapes = self.embedding.shapes(self.hidden_size) if self.embeds else {}
         return entry | merged(*self.layers, *self.ropes(), *around)
 

@@ -32,15 +32,21 @@ class RowGroups(msgspec.Struct, frozen=True):
 
 
 class MatrixSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A stored matrix `name`.weight [rows, inputs], with or without `name`.bias [rows]."""
+    """A stored matrix `name`.weight [rows, inputs], with or without a bias [rows]."""
 
     name: str
     rows: int
     bias: bool = False
+    """Whether it has a bias: `name`.bias, or `bias_name`."""
+    bias_name: str = ""
     transposed: bool = False
     """Whether it is stored as [inputs, rows], as GPT-2's Conv1D."""
     groups: RowGroups | None = None
     """The stored order of its rows, if it differs from the required order."""
+
+    @property
+    def stored_bias(self) -> str:
+        return self.bias_name or f"{self.name}.bias"
 
 
 class LinearSpec(msgspec.Struct, frozen=True):
@@ -59,7 +65,7 @@ class LinearSpec(msgspec.Struct, frozen=True):
         return {f"{part.name}.weight": (part.rows, self.in_features) for part in self.parts}
 
     def shapes(self) -> Shapes:
-        biases: Shapes = {f"{part.name}.bias": (part.rows,) for part in self.parts if part.bias}
+        biases: Shapes = {part.stored_bias: (part.rows,) for part in self.parts if part.bias}
         return self.weight_shapes() | biases
 
 
@@ -88,10 +94,22 @@ class NormSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Factor on the stored weight."""
     part: NormPart | None = None
     """Set if other ranks have further values of the same norm."""
+    heads: tuple[int, int] | None = None
+    """Heads (the first, and that behind the last) that have weights of their own: rows of one tensor, or tensors with
+    `{head}` in `stored`. None: every row of `size` values has the same weights."""
+
+    def weight_shapes(self) -> Shapes:
+        if self.stored is None:
+            return {}
+        name = f"{self.name}.{self.stored}"
+        if self.heads is None:
+            return {name: (self.size,)}
+        if "{head}" in name:
+            return {name.format(head=head): (self.size,) for head in range(*self.heads)}
+        return {name: (self.heads[1] - self.heads[0], self.size)}
 
     def shapes(self) -> Shapes:
-        weights: Shapes = {} if self.stored is None else {f"{self.name}.{self.stored}": (self.size,)}
-        return weights | ({f"{self.name}.bias": (self.size,)} if self.bias else {})
+        return self.weight_shapes() | ({f"{self.name}.bias": (self.size,)} if self.bias else {})
 
 
 class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):

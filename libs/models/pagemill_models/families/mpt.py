@@ -32,7 +32,7 @@ def read_config(config: ConfigValues) -> DecoderSpec:
 
 
 def _check(config: ConfigValues) -> None:
-    for key, value in {"clip_qkv": None, "qk_ln": False, "alibi": True, "prefix_lm": False}.items():
+    for key, value in {"qk_ln": False, "alibi": True, "prefix_lm": False}.items():
         found = config.object("attn_config").get(key, value)
         if found != value:
             raise config.unsupported(f"`attn_config.{key}` = {found}")
@@ -53,6 +53,7 @@ def _layer(config: ConfigValues, name: str, size: int, eps: float) -> LayerSpec:
         qkv=linear(size, (f"{name}.attn.Wqkv", 3 * size)),
         output=linear(size, (f"{name}.attn.out_proj", size)),
         scale=_number(config, settings, "softmax_scale") or head_size(size, num_heads) ** -0.5,
+        clip=_number(config, settings, "clip_qkv"),
         alibi_slopes=_slopes(num_heads, _number(config, settings, "alibi_bias_max") or 8.0),
     )
     mlp = plain_mlp(

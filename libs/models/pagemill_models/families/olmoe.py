@@ -16,8 +16,6 @@ from pagemill_models.families.qwen2_moe import PARTS
 
 
 def read_config(config: ConfigValues) -> DecoderSpec:
-    if config.optional_number("clip_qkv") is not None:
-        raise config.unsupported("clipped queries, keys and values (`clip_qkv`)")
     biased = config.flag("attention_bias", False)
     numbers = msgspec.structs.replace(
         numbers_from_config(config, default_context=4096), attention_bias=biased, attention_output_bias=biased
@@ -28,11 +26,11 @@ def read_config(config: ConfigValues) -> DecoderSpec:
         renormalized=config.flag("norm_topk_prob", False),
     )
     sparse = with_experts(decoder(numbers), lambda _, layer: mixture(experts, f"{layer.name}.mlp", PARTS))
-    layers = tuple(_normalized(layer, numbers.rms_norm_eps) for layer in sparse.layers)
+    layers = tuple(_changed(layer, numbers.rms_norm_eps, config.optional_number("clip_qkv")) for layer in sparse.layers)
     return msgspec.structs.replace(sparse, layers=layers)
 
 
-def _normalized(layer: LayerSpec, eps: float) -> LayerSpec:
+def _changed(layer: LayerSpec, eps: float, clip: float | None) -> LayerSpec:
     attention, experts = layer.blocks()
     assert isinstance(attention, AttentionSpec)
     first, second = layer.norms()
@@ -41,7 +39,7 @@ def _normalized(layer: LayerSpec, eps: float) -> LayerSpec:
         f"{part}_norm": NormSpec(name=f"{layer.name}.self_attn.{part[0]}_norm", size=size, eps=eps)
         for part, size in sizes.items()
     }
-    return sequential(layer.name, (first, msgspec.structs.replace(attention, **norms)), (second, experts))
+    return sequential(layer.name, (first, msgspec.structs.replace(attention, clip=clip, **norms)), (second, experts))
 
 
 def read_gguf(values: GGUFValues) -> DecoderSpec:

@@ -7,6 +7,7 @@ from pagemill_models.declaration.changes import (
     replace,
     side_by_side,
     with_attention,
+    with_head_norms,
     with_layer_norms,
     with_mlp,
 )
@@ -20,8 +21,6 @@ from pagemill_models.families.llama_like import decoder, gguf_names, numbers_fro
 
 
 def read_config(config: ConfigValues) -> DecoderSpec:
-    if config.flag("qk_layernorm", False):
-        raise config.unsupported("layer norms of queries and keys (`qk_layernorm`)")
     numbers = numbers_from_config(
         config,
         default_context=2048,
@@ -43,6 +42,8 @@ def read_config(config: ConfigValues) -> DecoderSpec:
         return plain_mlp(up, down, gated.activation)
 
     changed = side_by_side(with_layer_norms(with_mlp(with_attention(plain, attention), mlp)))
+    if config.flag("qk_layernorm", False):
+        changed = with_head_norms(changed, ("q_layernorm", "k_layernorm"), numbers.rms_norm_eps, bias=True)
     norm = layer_norm("model.final_layernorm", size, numbers.rms_norm_eps)
     return replace(changed, norm=norm, head=changed_head(plain, bias=True))
 

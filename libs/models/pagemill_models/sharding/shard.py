@@ -85,7 +85,7 @@ def shard(decoder: DecoderSpec, rank: int, size: int) -> Shard:
         part.slices[name] = TensorSlice(0, (rows,))
     if decoder.head is not None and decoder.head.bias:
         (matrix,) = _some(divided.head_linear()).parts
-        part.slices[f"{matrix.name}.bias"] = TensorSlice(0, (rows,))
+        part.slices[matrix.stored_bias] = TensorSlice(0, (rows,))
     return Shard(divided, part.slices)
 
 
@@ -220,6 +220,10 @@ class _Part:
 
     def _norm(self, spec: NormSpec | None, head_dim: int, heads: Range, adds: bool) -> NormSpec | None:
         """Return the norm of some heads; one that serves each head alone stays as it is."""
+        if spec is not None and spec.heads is not None:
+            if "{head}" not in (spec.stored or ""):
+                self.slices[f"{spec.name}.{spec.stored}"] = TensorSlice(0, (heads,))
+            return replace(spec, heads=heads)
         if spec is None or spec.size == head_dim:
             return spec
         if spec.kind != "rms":

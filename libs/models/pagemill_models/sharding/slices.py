@@ -109,7 +109,7 @@ def with_rows(spec: LinearSpec, rows: Ranges) -> tuple[LinearSpec, Slices]:
         if (found := slice_of(0, stored, part.rows)) is not None:
             slices[f"{part.name}.weight"] = found
             if part.bias:
-                slices[f"{part.name}.bias"] = found
+                slices[part.stored_bias] = found
     return LinearSpec(spec.in_features, tuple(parts)), slices
 
 
