@@ -57,16 +57,21 @@ def awq(shape: tuple[int, int]) -> Packed:
     return {"qweight": qweight, "qzeros": qzeros, "scales": scales.t()}, grouped_values(integers, scales, zeros)
 
 
-def gptq(shape: tuple[int, int]) -> Packed:
-    integers, scales, zeros = drawn(shape, 4, 32)
+def gptq(shape: tuple[int, int], bits: int = 4) -> Packed:
+    integers, scales, zeros = drawn(shape, bits, 32)
     group_of = (torch.arange(shape[1]) // 32).to(torch.int32)
     tensors = {
-        "qweight": words(integers, 4).t(),
-        "qzeros": words(zeros.t() - 1, 4),
+        "qweight": words(integers, bits).t(),
+        "qzeros": words(zeros.t() - 1, bits),
         "scales": scales.t(),
         "g_idx": group_of,
     }
     return tensors, grouped_values(integers, scales, zeros)
+
+
+def gptq_dynamic(shape: tuple[int, int]) -> Packed:
+    """Return a matrix of 8 bits for that of `DYNAMIC`."""
+    return gptq(shape, 8 if shape[1] == SHAPE["intermediate_size"] else 4)
 
 
 def gptq_act_order(shape: tuple[int, int]) -> Packed:
@@ -127,10 +132,18 @@ def bnb_nf4(shape: tuple[int, int]) -> Packed:
     return stored, (levels[codes] * largest.repeat_interleave(64)).view(shape)
 
 
+def bnb_in_bfloat16(shape: tuple[int, int]) -> Packed:
+    """Return the same with the indices of four values in each bfloat16, as FSDP needs them."""
+    stored, values = bnb_nf4(shape)
+    return stored | {"weight": stored["weight"].view(-1, 2).view(torch.bfloat16)}, values
+
+
+DYNAMIC = {"+:.*\\.down_proj": {"bits": 8}, "-:lm_head": {}}
 CT = {"quant_method": "compressed-tensors"}
 MODELS: dict[str, tuple[dict[str, Any], Callable[[tuple[int, int]], Packed]]] = {
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}, awq),
     "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}, gptq),
+    "gptq dynamic": ({"quant_method": "gptq", "bits": 4, "group_size": 32, "dynamic": DYNAMIC}, gptq_dynamic),
     "gptq act-order": ({"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True}, gptq_act_order),
     "compressed-tensors int8": ({**CT, "format": "int-quantized"}, channel_int8),
     "compressed-tensors fp8": ({**CT, "format": "float-quantized"}, fp8_channels),
@@ -138,6 +151,10 @@ MODELS: dict[str, tuple[dict[str, Any], Callable[[tuple[int, int]], Packed]]] = 
     "fp8 tensor": ({"quant_method": "fp8", "activation_scheme": "static"}, fp8_tensor),
     "bitsandbytes int8": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, bnb_int8),
     "bitsandbytes nf4": ({"quant_method": "bitsandbytes", "bnb_4bit_quant_type": "nf4"}, bnb_nf4),
+    "bitsandbytes nf4 in bfloat16": (
+        {"quant_method": "bitsandbytes", "bnb_4bit_quant_type": "nf4", "bnb_4bit_quant_storage": "bfloat16"},
+        bnb_in_bfloat16,
+    ),
 }
 
 

@@ -160,3 +160,30 @@ def test_active_parameters_exclude_the_experts_that_a_token_does_not_use(tmp_pat
     assert spec.num_parameters - spec.num_read_parameters() == 2 * (5 - 2) * 3 * 64 * 96
     assert spec.num_read_parameters() < spec.num_read_parameters(4) < spec.num_read_parameters(200)
     assert spec.num_read_parameters(200) == spec.num_parameters
+
+
+def write_modules(folder: Path, model: Any, *, apart: bool) -> None:
+    """Write the tensors under the names of transformers 5's modules; `apart`: each expert's matrices by themselves."""
+    stored = {}
+    for name, tensor in model.state_dict().items():
+        if not apart or ".experts." not in name:
+            stored[name] = tensor.clone()
+            continue
+        base, _, part = name.rpartition(".")
+        parts = ("gate_proj", "up_proj") if part == "gate_up_proj" else (part,)
+        for index, each in enumerate(tensor):
+            for own, values in zip(parts, each.chunk(len(parts)), strict=True):
+                stored[f"{base}.{index}.{own}.weight"] = values.contiguous()
+    save_file(stored, folder / "model.safetensors")
+    config = model.config.to_dict() | {"architectures": [type(model).__name__]}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("apart", [True, False])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2moe", "qwen3moe"])
+def test_experts_under_the_names_of_modules_are_read(
+    architecture: str, apart: bool, tmp_path: Path, runner_loader: Loader, make_driver: Drivers
+) -> None:
+    model = make(architecture)
+    write_modules(tmp_path, model, apart=apart)
+    assert answers(tmp_path, runner_loader, make_driver) == expected(model)

@@ -154,7 +154,7 @@ def test_a_rank_reads_its_parts_of_a_packed_checkpoint(
                 assert np.array_equal(codes.dequantize(), float_values(own, each))
                 assert codes.codes.shape == own.shapes[each]
             assert np.array_equal(float_values(own, each), float_values(cut, each)), each
-    assert read_by_two < {"bitsandbytes nf4": 2.01, "fp8 blocks": 1.7}.get(name, 1.05) * read_by_one
+    assert read_by_two < (2.01 if "nf4" in name else {"fp8 blocks": 1.7}.get(name, 1.05)) * read_by_one
 
 
 def test_settings_of_packed_weights_are_also_read_from_the_file_of_autogptq(tmp_path: Path) -> None:
@@ -182,12 +182,17 @@ def test_the_memory_of_a_packed_checkpoint_is_known_from_its_index(name: str, tm
     outline(folder)
     outlined = load_spec_without_weights(folder)
     assert outlined == msgspec.structs.replace(spec, weight_bytes=outlined.weight_bytes)
-    assert [each(config, folder, outlined) for each in (sizes_on_gpu, sizes_here)] == sizes
+    found = [each(config, folder, outlined) for each in (sizes_on_gpu, sizes_here)]
+    if name == "gptq dynamic":  # names do not say which matrices have other bits: all count with the most
+        assert [each.weight_bytes for each in found] >= [each.weight_bytes for each in sizes]
+        return
+    assert found == sizes
 
 
 def test_the_log_says_which_format_was_found_and_what_it_becomes(tmp_path: Path) -> None:
     for name, said in {
         "gptq act-order": "gptq (4 bits, groups of 32, act-order) as 4-bit codes of 6 bits a weight",
+        "gptq dynamic": "gptq (4 bits, others by `dynamic`, groups of 32) as ",
         "fp8 tensor": "fp8 (e4m3, activations static: not rounded here) as ",
         "bitsandbytes nf4": "(nf4) as 4-bit floats of 4.5 bits a weight and 4-bit floats of 5 bits a weight",
         "compressed-tensors int8": "compressed-tensors as 8-bit codes of 8.",
@@ -236,6 +241,7 @@ def test_scales_and_zeros_of_the_wrong_shape_are_named(
         ("gptq", {"bits": 16}, r"`bits` 16"),
         ("awq", {"version": "gemv"}, r"`version` 'gemv'"),
         ("compressed-tensors int8", {"format": "nvfp4-pack-quantized"}, r"`format` 'nvfp4-pack-quantized'"),
+        ("gptq dynamic", {"bits": 3}, r"`bits` 3"),
         ("fp8 tensor", {"quant_method": "gptq", "bits": 4}, r"gptq and the folder no tensor in that form"),
     ],
 )

@@ -36,6 +36,8 @@ from pagemill_kernels.linear.groups import GROUP_SIZE, GroupCodes
 
 _STATE = ".quant_state.bitsandbytes__"
 _TABLES = ("nf4", "fp4")
+_STORAGE = {"U8": 1, "I8": 1, "BF16": 2, "F16": 2, "F32": 4}
+"""Types whose bytes may hold the indices (`bnb_4bit_quant_storage`), with their sizes."""
 _MAX_8_BITS = 127
 _MAX_BLOCK_SIZE = 4096
 """bitsandbytes' largest. Each stored magnitude is repeated that many times."""
@@ -127,10 +129,11 @@ def _table(stored: Stored, name: str, state_name: str) -> PackedMatrix:
     out_features, in_features, block_size, is_nested, nested_size, offset = _state(stored, state_name)
     num_values = out_features * in_features
     num_blocks = -(-num_values // block_size)
-    check_shape(stored, name, (math.ceil(num_values / 2), 1))
+    if stored.has(name) and stored.dtype(name) not in _STORAGE:
+        check_type(stored, name, *_STORAGE)
+    check_shape(stored, name, (math.ceil(num_values / 2 / _STORAGE.get(stored.dtype(name), 1)), 1))
     check_shape(stored, f"{name}.quant_map", (16,))
     check_shape(stored, f"{name}.absmax", (num_blocks,))
-    check_type(stored, name, "U8")
     check_type(stored, f"{name}.quant_map", *FLOAT_TYPES)
     check_type(stored, f"{name}.absmax", *(["U8"] if is_nested else FLOAT_TYPES))
     nested = [f"{name}.nested_absmax", f"{name}.nested_quant_map"] if is_nested else []
@@ -148,7 +151,7 @@ def _table(stored: Stored, name: str, state_name: str) -> PackedMatrix:
     group_size = math.gcd(block_size, in_features)
 
     def codes() -> GroupCodes:
-        packed = stored.read(name).reshape(-1)
+        packed = stored.read(name).reshape(-1).view(np.uint8)
         indices = np.stack((packed >> 4, packed & 15), 1).reshape(-1)[:num_values]
         scales = largest().repeat(block_size // group_size)[: num_values // group_size]
         return GroupCodes(

@@ -8,7 +8,7 @@ inputs: columns are sorted by group, and a matmul takes its inputs in that order
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,20 +39,41 @@ from pagemill_engine.weights.packed.matrix import (
     spread,
     two_sizes,
     unpacked,
+    unsupported,
 )
 from pagemill_kernels.arrays import Array
 from pagemill_kernels.linear.groups import GroupCodes
 
 
 def matrices(settings: Settings, stored: Stored) -> dict[str, PackedMatrix]:
-    """Return the packed matrices by weight name. Raises `LoadError`."""
+    """Return the packed matrices by weight name. Raises `LoadError`.
+
+    GPTQModel's `dynamic` gives some modules other bits and groups: the shapes of each matrix say which.
+    """
     bits = integer_setting(stored, settings, "bits", allowed=(4, 8))
-    has_order = bool(settings.get("desc_act"))
+    rules = _rules(settings)
+    has_order = any(each.get("desc_act") for each in (settings, *rules))
     lessened = settings.get("checkpoint_format", "gptq") != "gptq_v2"
     return {
-        f"{base}.weight": _matrix(stored, base, bits, has_order=has_order, lessened=lessened)
+        f"{base}.weight": _matrix(
+            stored, base, _own_bits(stored, base) if rules else bits, has_order=has_order, lessened=lessened
+        )
         for base in bases(stored, ".qweight")
     }
+
+
+def _rules(settings: Settings) -> list[dict[str, Any]]:
+    """Return the settings of `dynamic` in which some modules differ from the others."""
+    dynamic = settings.get("dynamic")
+    return [each for each in dynamic.values() if isinstance(each, dict)] if isinstance(dynamic, dict) else []
+
+
+def _own_bits(stored: Stored, base: str) -> int:
+    zeros = f"{base}.qzeros"
+    bits = WORD_BITS * two_sizes(stored, zeros)[1] // two_sizes(stored, f"{base}.qweight")[1] if stored.has(zeros) else 4
+    if bits not in (4, 8):
+        raise unsupported(stored, f"{bits} bits for `{base}` by its `dynamic` (4 or 8 are read)")
+    return bits
 
 
 def is_packed(settings: Settings, names: Collection[str], base: str) -> bool:
@@ -60,12 +81,15 @@ def is_packed(settings: Settings, names: Collection[str], base: str) -> bool:
 
 
 def kind(settings: Settings, names: Collection[str], base: str, shape: tuple[int, int]) -> CodeKind | None:
-    return code_kind(int(settings.get("bits") or 4), shape[1], num_groups(settings, shape[1]), offsets=True)
+    """Return the form of a matrix in memory; the widest, if some modules have other bits."""
+    bits = [each["bits"] for each in (settings, *_rules(settings)) if type(each.get("bits")) is int]
+    return code_kind(max(bits, default=4), shape[1], num_groups(settings, shape[1]), offsets=True)
 
 
 def details(settings: Settings) -> list[str]:
     order = ["act-order"] if settings.get("desc_act") else []
-    return [f"{settings.get('bits')} bits", *group_size_in_words(settings), *order]
+    others = ["others by `dynamic`"] if _rules(settings) else []
+    return [f"{settings.get('bits')} bits", *others, *group_size_in_words(settings), *order]
 
 
 def _matrix(stored: Stored, base: str, bits: int, *, has_order: bool, lessened: bool) -> PackedMatrix:

@@ -41,13 +41,25 @@ def decoder_from_config(values: dict[str, Any], path: Path, held: Held | None = 
     defaults = _class_defaults().get(found.model_type or "", {})
     config = ConfigValues(path, own, found.architecture, held, defaults)
     with contradictions(path):
-        decoder = with_scaled_context(found.family.read_config(config), path)
+        decoder = _with_stacked(with_scaled_context(found.family.read_config(config), path))
     decoder = decoder if part is None else msgspec.structs.replace(decoder, text_only=True)
     if decoder.head is None or not (_is_headless(names, found) or _pools(names, path.parent)):
         return decoder
     if decoder.by_transformers:
         raise config.unsupported("pooling in place of a head (by its class in transformers)")
     return _without_head(decoder, config.num_labels if config.is_classifier else None)
+
+
+def _with_stacked(decoder: DecoderSpec) -> DecoderSpec:
+    """Return the decoder with the names of all experts' matrices in one tensor, as transformers 5's modules have it."""
+    first = next(decoder.mixtures(), None)
+    if decoder.stacked or first is None or not first.experts[0].gated:
+        return decoder
+    parts = [part.name.rpartition(".experts.0.")[2] for each in first.experts[0].linears() for part in each.parts]
+    of_each = [f".experts.*.{part}.weight" for part in parts]
+    return msgspec.structs.replace(
+        decoder, stacked={".experts.gate_up_proj": tuple(of_each[:-1]), ".experts.down_proj": (of_each[-1],)}
+    )
 
 
 @cache

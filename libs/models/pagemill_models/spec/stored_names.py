@@ -10,6 +10,8 @@ _DECLARED = "model."
 _PREFIXES = ("model.language_model.", "language_model.model.", _DECLARED)
 """Prefixes of a text part's tensors, of which a file has one."""
 _OLD = {"gamma": "weight", "beta": "bias"}
+_MIXTRAL = ".block_sparse_moe."
+_OF_EXPERT = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 _ENCODERS = frozenset(
     {
         "audio_tower",
@@ -26,7 +28,8 @@ _ENCODERS = frozenset(
 
 def declared_names(stored: Iterable[str], decoder: DecoderSpec) -> dict[str, str]:
     """Return the stored name of each declared name; a name that is not declared is returned for itself."""
-    current = {_current(name): name for name in stored}
+    of_mixtral = any(_MIXTRAL in name for mixture in decoder.mixtures() for name in mixture.gate_names())
+    current = {_of_mixtral(_current(name)) if of_mixtral else _current(name): name for name in stored}
     return {declared: current[name] for declared, name in _prefixed(list(current), decoder).items()}
 
 
@@ -34,6 +37,15 @@ def _current(name: str) -> str:
     """Return the name of a norm's tensor for that of files before 2019, which transformers renames, too."""
     owner, _, part = name.rpartition(".")
     return f"{owner}.{_OLD[part]}" if part in _OLD and owner.endswith("LayerNorm") else name
+
+
+def _of_mixtral(name: str) -> str:
+    """Return Mixtral's name for that of a file whose experts have the names of transformers 5's modules."""
+    if ".mlp.gate." not in name and ".mlp.experts." not in name:
+        return name
+    owner, _, part = name.replace(".mlp.", _MIXTRAL).rpartition(".")
+    base, _, matrix = owner.rpartition(".")
+    return f"{base}.{_OF_EXPERT.get(matrix, matrix)}.{part}"
 
 
 def _prefixed(stored: list[str], decoder: DecoderSpec) -> dict[str, str]:
