@@ -23,6 +23,9 @@ def test_every_matrix_of_a_family_is_in_one_linear_layer(name: str) -> None:
     named = Counter(stored.name for use in uses for stored in use.stored())
     tables = (decoder.embedding.positions, decoder.embedding.token_types)
     not_linear = {f"{table.name}.weight" for table in tables if table is not None}
+    for attention in decoder.attentions():
+        norms = (attention.query_norm, getattr(attention, "key_norm", None))
+        not_linear |= {name for norm in norms if norm is not None for name in norm.weight_shapes()}
     matrices = {name for name, shape in decoder.shapes().items() if len(shape) == 2} - not_linear
     assert named.keys() == matrices
     tied = decoder.head is not None and decoder.head.tied

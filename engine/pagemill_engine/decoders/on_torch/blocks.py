@@ -135,7 +135,7 @@ class Attention:
         if query is None or key is None or self.spec.clip is not None:
             return None
         alike = query.eps == key.eps and all(
-            norm.spec.kind == "rms" and norm.spec.size == self._head_dim and norm.spec.part is norm.spec.heads is None
+            (norm.spec.kind, norm.spec.size, norm.spec.part, norm.spec.heads) == ("rms", self._head_dim, None, None)
             for norm in (query, key)
         )
         return HeadNorms(query.weight, key.weight, query.eps) if alike else None

@@ -69,8 +69,9 @@ def _rules(settings: Settings) -> list[dict[str, Any]]:
 
 
 def _own_bits(stored: Stored, base: str) -> int:
-    zeros = f"{base}.qzeros"
-    bits = WORD_BITS * two_sizes(stored, zeros)[1] // two_sizes(stored, f"{base}.qweight")[1] if stored.has(zeros) else 4
+    zeros, bits = f"{base}.qzeros", 4
+    if stored.has(zeros):
+        bits = WORD_BITS * two_sizes(stored, zeros)[1] // two_sizes(stored, f"{base}.qweight")[1]
     if bits not in (4, 8):
         raise unsupported(stored, f"{bits} bits for `{base}` by its `dynamic` (4 or 8 are read)")
     return bits

@@ -91,9 +91,8 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
         yield from (self.qkv, self.output)
 
     def shapes(self) -> Shapes:
-        norms = [norm for norm in (self.query_norm, self.key_norm, self.value_norm) if norm is not None]
         sinks: Shapes = {} if self.sinks is None else {self.sinks: (self.num_heads,)}
-        return merged(self.qkv, self.output, *norms) | sinks
+        return merged(self.qkv, self.output, self.query_norm, self.key_norm, self.value_norm) | sinks
 
 
 class LatentAttentionSpec(msgspec.Struct, frozen=True, kw_only=True, tag="latent_attention"):
@@ -147,8 +146,7 @@ class LatentAttentionSpec(msgspec.Struct, frozen=True, kw_only=True, tag="latent
         yield from (each for each in every if each is not None)
 
     def shapes(self) -> Shapes:
-        norms = [norm for norm in (self.query_norm, self.latent_norm) if norm is not None]
-        return merged(*self.linears(), *norms)
+        return merged(*self.linears(), self.query_norm, self.latent_norm)
 
 
 class MLPSpec(msgspec.Struct, frozen=True, kw_only=True, tag="mlp"):
@@ -184,7 +182,7 @@ class SharedExpertSpec(msgspec.Struct, frozen=True, kw_only=True):
     gate: LinearSpec | None = None
 
     def shapes(self) -> Shapes:
-        return merged(self.mlp, *(() if self.gate is None else (self.gate,)))
+        return merged(self.mlp, self.gate)
 
 
 class GatingSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -250,10 +248,9 @@ class MoESpec(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
         return {name for each in (self.router, gate) if each is not None for name in each.weight_shapes()}
 
     def shapes(self) -> Shapes:
-        norms = [norm for norm in (self.norm, self.router_norm) if norm is not None]
         vectors = (None if self.gating is None else self.gating.bias, self.expert_scales)
         of_experts: Shapes = {name: (len(self.experts),) for name in vectors if name is not None}
-        return merged(*self.linears(), *norms) | of_experts
+        return merged(*self.linears(), self.norm, self.router_norm) | of_experts
 
 
 AnyAttentionSpec = AttentionSpec | LatentAttentionSpec
@@ -369,7 +366,7 @@ class EmbeddingSpec(msgspec.Struct, frozen=True, kw_only=True):
         for table in (self.positions, self.token_types):
             if table is not None:
                 shapes[f"{table.name}.weight"] = (table.num_rows, hidden_size)
-        return shapes | merged(*(each for each in (self.projection, self.norm, self.layer_inputs) if each is not None))
+        return shapes | merged(self.projection, self.norm, self.layer_inputs)
 
 
 class HeadSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -395,7 +392,7 @@ class DenseSpec(msgspec.Struct, frozen=True, kw_only=True):
     norm: NormSpec | None = None
 
     def shapes(self) -> Shapes:
-        return merged(self.linear, *(() if self.norm is None else (self.norm,)))
+        return merged(self.linear, self.norm)
 
 
 class ClassifierSpec(msgspec.Struct, frozen=True):
@@ -543,8 +540,8 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
         head = self.head
         if head is None:
             return None
-        name, rows = self.embedding.name if head.tied else head.name, self.num_head_rows
-        matrix = MatrixSpec(name=name, rows=rows, bias=head.bias, bias_name=f"{head.name}.bias")
+        name = self.embedding.name if head.tied else head.name
+        matrix = MatrixSpec(name=name, rows=self.num_head_rows, bias=head.bias, bias_name=f"{head.name}.bias")
         return LinearSpec(self.embedding.size, (matrix,))
 
     @property
@@ -587,8 +584,8 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
     def shapes(self) -> Shapes:
         """Return the required shape of every tensor; a transposed matrix is stored the other way round."""
         projection = None if self.head is None else self.head.projection
-        around = [part for part in (self.norm, projection, self.head_linear(), self.classifier, self.reads) if part is not None]
         entry: Shapes = self.embedding.shapes(self.hidden_size) if self.embeds else {}
+        around = (self.norm, projection, self.head_linear(), self.classifier, self.reads)
         return entry | merged(*self.layers, *self.ropes(), *around)
 
     def is_ignored(self, name: str) -> bool:

@@ -140,8 +140,9 @@ class HasShapes(Protocol):
     def shapes(self) -> Shapes: ...
 
 
-def merged(*parts: HasShapes) -> Shapes:
+def merged(*parts: HasShapes | None) -> Shapes:
+    """Return the shapes of all parts that are there."""
     shapes: Shapes = {}
     for part in parts:
-        shapes |= part.shapes()
+        shapes |= {} if part is None else part.shapes()
     return shapes
