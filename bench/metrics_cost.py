@@ -134,7 +134,7 @@ def metrics_us(count: int) -> float:
         metrics.routed(MODEL, ASSIGNMENT, 0.0002)
         metrics.first_token(MODEL, ASSIGNMENT, 0.02)
         metrics.cached(MODEL, ASSIGNMENT, 32)
-        metrics.attempt(MODEL, "pod-1", "served")
+        metrics.attempt(MODEL, "served")
         metrics.tenant_used("bench", "tiny", 200, 32)
         metrics.finished(record)
 

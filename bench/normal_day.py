@@ -91,8 +91,8 @@ class Scraped:
             "pagemill_gateway_ready": 1,
             'leader_election_master_status{name="llmdeployment"}': 1,
         }
-        for outcome, count in self._ended.items():
-            values[f'pagemill_gateway_requests_total{{outcome="{outcome}",stream="true",{MODEL},{VARIANT}}}'] = count
+        for outcome in OUTCOMES.values():
+            values[f'pagemill_gateway_outcomes_total{{outcome="{outcome}",stream="true",{MODEL}}}'] = self._ended[outcome]
         total = 0
         for bound, count in zip([*map(str, BOUNDS_S), "+Inf"], self._first_tokens, strict=True):
             total += count

@@ -302,7 +302,7 @@ def _phase_rates() -> str:
 def gateway() -> Page:
     requests = [
         Panel("Requests", "Requests by outcome; model `unknown`: they ended before their model was known.", "reqps", [
-            (per_second(of_model("pagemill_gateway_requests_total"), "model", "outcome"), "{{model}} {{outcome}}")
+            (per_second(of_model("pagemill_gateway_outcomes_total"), "model", "outcome"), "{{model}} {{outcome}}")
         ]),
         Panel("Time to first token", "From the request's headers to its first content.", "s",
               quantiles(of_model("pagemill_gateway_time_to_first_token_seconds_bucket"), "model")),

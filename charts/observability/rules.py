@@ -235,8 +235,8 @@ def tenant_rules() -> Iterator[Rule]:
 
 
 def _requests(outcomes: Iterable[Outcome], *matchers: str) -> str:
-    of = ",".join(('model!=""', f'outcome=~"{"|".join(outcomes)}"', *matchers))
-    return f"pagemill_gateway_requests_total{{{of}}}"
+    of = ",".join((f'outcome=~"{"|".join(outcomes)}"', *matchers))
+    return f"pagemill_gateway_outcomes_total{{{of}}}"
 
 
 def _or_zero(expression: str, present: str) -> str:

@@ -155,8 +155,7 @@ class ControlProcess:
         self.metrics.worker_left(last.samples, lost=not self.draining)
 
     async def measure(self) -> list[WorkerMeasurements]:
-        endpoint_ids = frozenset(self.brain.registry.endpoints)
-        return await asyncio.gather(*(worker.measure(endpoint_ids) for worker in self._workers))
+        return await asyncio.gather(*(worker.measure() for worker in self._workers))
 
     # Calls of discovery and platform.
 

@@ -59,8 +59,8 @@ class ControlProcessPort(Protocol):
 class WorkerPort(Protocol):
     """Calls of the control process."""
 
-    async def measure(self, endpoint_ids: frozenset[str]) -> WorkerMeasurements:
-        """Return the worker's measurements, and drop the series of other endpoints.
+    async def measure(self) -> WorkerMeasurements:
+        """Return the worker's measurements, and drop the series of tenants that are gone.
 
         It never raises: for a worker that does not answer, it returns the last measurements.
         """

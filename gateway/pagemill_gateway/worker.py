@@ -130,8 +130,8 @@ class Worker:
 
     # Calls of the control process.
 
-    async def measure(self, endpoint_ids: frozenset[str]) -> WorkerMeasurements:
-        self.metrics.forget_all_but(endpoint_ids, self.keys.tenants)
+    async def measure(self) -> WorkerMeasurements:
+        self.metrics.follow_keys(self.keys.callers)
         return self.measures()
 
     @property
@@ -142,7 +142,8 @@ class Worker:
         samples = self.metrics.samples(
             body_bytes=self.in_flight_limit.num_bytes, journal_tokens=self.relay.journal_capacity.num_tokens
         )
-        return WorkerMeasurements(samples, self.in_flight_limit.num_in_flight, self.keys.tenants)
+        tenants = frozenset(each.tenant for each in self.keys.callers)
+        return WorkerMeasurements(samples, self.in_flight_limit.num_in_flight, tenants)
 
     def keep_bundles(self, digests: frozenset[str], templates: frozenset[str], *, whole: bool) -> None:
         """Keep these bundles, and load new ones at once, so that the first client need not wait."""

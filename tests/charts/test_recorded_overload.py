@@ -54,7 +54,7 @@ def test_no_alert_fires_before_it(tmp_path: Path) -> None:
 def test_the_outcomes_are_the_clients_own_count() -> None:
     found: Counter[str] = Counter()
     for name, notation in SERIES.items():
-        if name.startswith("pagemill_gateway_requests_total"):
+        if name.startswith("pagemill_gateway_outcomes_total"):
             numbers = [float(each.partition("x")[0]) for each in notation.split() if not each.startswith("_")]
             before = 0.0 if notation.startswith("_") else numbers[0]
             found[re.findall(r'outcome="(\w+)"', name)[0]] += int(numbers[-1] - before)

@@ -6,10 +6,12 @@ all windows by the length of the recording, so that a rate times that length is 
 
 from __future__ import annotations
 
+import bisect
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,8 @@ import yaml
 from prometheus import Prometheus, prometheus, promtool
 
 from observability import rules
-from observability.dashboards import autoscaling, fleet, gateway, model
+from observability.dashboards import all_pages, operator
+from pagemill_protocol.report.outcomes import BURNING
 
 RECORDING: dict[str, Any] = json.loads(Path(__file__).with_name("overload.json").read_text("utf-8"))
 CLIENT: dict[str, int] = RECORDING["client"]
@@ -97,31 +100,65 @@ class Asked:
         self.numbers: list[dict[str, float]] = []
         for expression, _ in panel.targets:
             found = server.get("query", query=as_asked(expression), time=str(END_S))["result"]
-            named = {
-                " ".join(
-                    value for label, value in sorted(each["metric"].items()) if not label.startswith("model")
-                ): each
-                for each in found
-            }
-            self.numbers.append({name: float(each["value"][1]) for name, each in named.items()})
+            named = Counter[str]()
+            for each in found:  # requests of an unknown model count, too
+                labels = (value for label, value in sorted(each["metric"].items()) if not label.startswith("model"))
+                named[" ".join(labels)] += float(each["value"][1])
+            self.numbers.append(dict(named))
 
 
-PAGES = (fleet(), model(), gateway(), autoscaling())
-PANELS = {panel.title: panel for page in PAGES for row in page.rows.values() for panel in row}
+PANELS = {panel.title: panel for page in all_pages() for row in page.rows.values() for panel in row}
 RATE = 1 / LENGTH_S
-ONE = {"default/busy": 1.0}
 LATE = sum(each > 2.5 for each in TTFT_S)
 NUM_STREAMS_WITHOUT = RECORDING["streams_without_first_token"]
-CLIENTS: dict[str, Sequence[Mapping[str, float | None]]] = {
+TENANTS: dict[str, int] = RECORDING["tenants"]
+TOKENS: dict[str, int] = RECORDING["tokens"]
+CODES: dict[str, int] = RECORDING["codes"]
+FAILED_OF_A = sum(TENANTS.get(f"{outcome} a", 0) for outcome in BURNING)
+ONE = {"default/busy": 1.0}
+NEEDED = {"0m": 1.0, "30m": 1.0, "5m": 1.0}
+Known = dict[str, float | None]
+CLIENTS: dict[str, list[Known]] = {
     "Requests": [{outcome: count * RATE for outcome, count in CLIENT.items()}],
-    "Refused": [{code: count * RATE for code, count in RECORDING["codes"].items()}],
-    "Tokens by tenant": [{"completion -": COMPLETION * RATE, "prompt -": PROMPT * RATE}],
+    "Requests by tenant": [{name: count * RATE for name, count in TENANTS.items()}],
+    "Refused": [{code: count * RATE for code, count in CODES.items()}],
+    "Limited tenants": [{"requests b": RECORDING["limited"] * RATE}],
+    "Tokens by tenant": [
+        {
+            f"{kind} {each}": TOKENS.get(f"{kind} {each}", 0) * RATE
+            for kind in ("completion", "prompt")
+            for each in "-ab"
+        }
+    ],
     "Tokens per second": [{"": PROMPT * RATE}, {"": COMPLETION * RATE}],
-    "Ended requests": [{"abort": 0.0, "error": 0.0, "length": CLIENT["completed"] * RATE, "stop": 0.0}],
+    "Ended requests": [{"abort": None, "error": 0.0, "length": CLIENT["completed"] * RATE, "stop": 0.0}],
+    "Attempts at engines": [{"served": CLIENT["completed"] * RATE}],
+    "Predicted prefix hits": [{"exact": CLIENT["completed"] * RATE}],
+    "Prefix cache hits": [{"": (TOKENS["cached a"] + TOKENS["cached b"]) / PROMPT}],
+    "End of waiting": [
+        {
+            "deadline": (CODES.get("deadline_exceeded", 0) + CODES.get("deadline_unreachable", 0)) * RATE,
+            "failed": 0.0,
+            "full": CODES["queue_full"] * RATE,
+            "left": None,
+            "served": None,
+            "shed": 0.0,
+            "timeout": CODES["server_is_overloaded"] * RATE,
+        }
+    ],
     "Tokens served": [{"": (PROMPT + COMPLETION) * RATE}],
     "Goodput": [{"": (len(TTFT_S) - LATE) * RATE}],
     "Cost per hour": [{"": PRICE}],
-    "Cost by tenant": [{"-": PRICE}],
+    "Cost of headroom": [{"": PRICE}],
+    "Cost by tenant": [
+        {
+            "-": 0.0,
+            **{
+                each: PRICE * (TOKENS[f"prompt {each}"] + TOKENS[f"completion {each}"]) / (PROMPT + COMPLETION)
+                for each in "ab"
+            },
+        }
+    ],
     "Cost of a million tokens": [{"": 1e6 * PRICE / 3600 / ((PROMPT + COMPLETION) * RATE)}],
     "Error budget burn": [
         {
@@ -129,6 +166,7 @@ CLIENTS: dict[str, Sequence[Mapping[str, float | None]]] = {
             "first_token": (LATE + NUM_STREAMS_WITHOUT) / (len(TTFT_S) + NUM_STREAMS_WITHOUT) / 0.05,
         }
     ],
+    "Error budget burn of tenants": [{"a": FAILED_OF_A / (FAILED_OF_A + TENANTS["completed a"]) / 0.01}],
     # All requests have ended.
     "In flight": [{"": 0.0}],
     "Waiting": [{"": 0.0}],
@@ -136,32 +174,66 @@ CLIENTS: dict[str, Sequence[Mapping[str, float | None]]] = {
     "Requests at engines": [{"": 0.0}, {"": 0.0}],
     "Headroom": [{"": 1.0}],
     "Headroom over time": [{"": 1.0}],
-    "Cost of headroom": [{"": PRICE}],
     "Use by resource": [{"kv": 0.0, "sequences": 0.0}],
+    "KV cache": [{"active": 0.0, "evictable": None, "free": None}],
     "KV cache in use": [{"": 0.0}, {"": 1.0}],
-    "End of waiting": [
-        {
-            "deadline": 0.0,
-            "failed": 0.0,
-            "full": RECORDING["codes"]["queue_full"] * RATE,
-            "left": 0.0,
-            "served": None,
-            "shed": 0.0,
-            "timeout": RECORDING["codes"]["server_is_overloaded"] * RATE,
-        }
-    ],
     # What the deployment says: one replica on the CPU.
     "Replicas": [ONE, ONE, ONE],
     "Current spec": [ONE, ONE],
+    "Decided or recommended": [ONE],
     "Engines by phase": [{"draining": 0, "ejected": 0, "ready": 1, "sleeping": 0, "stale": 0, "starting": 0}],
     "At the maximum": [{"": 1.0}],
     "Without GPUs": [{"": 0.0}],
     "GPUs held": [{"": 0.0}],
+    "Replicas needed": [NEEDED, {"": 1.0}],
+    "Forecast": [NEEDED],
+    # Nothing of the kind has happened.
+    "Preemptions": [{"": 0.0}],
+    "Retries, migrations and broken streams": [{"": 0.0}, {"": 0.0}, {"": 0.0}],
+    "Probes for poison requests": [{"blamed": 0.0, "cleared": 0.0, "ended": 0.0, "left": 0.0}],
 }
-"""What clients counted, by panel, for each of its expressions; None: they cannot know it."""
-QUANTILES = {"Time to first token": TTFT_S, "First tokens, 95th percentile": TTFT_S, "Request time": SECONDS}
-SHARES = {"First tokens, 95th percentile": (0.95,)}
+"""What clients counted, by panel, for each of its expressions; None: clients cannot know it."""
+BETWEEN: dict[str, tuple[float, float]] = {
+    "Waste": (0.0, TOLERANCE),
+    "Aborted requests": (0.0, CLIENT["client_left"] * RATE),
+    "Decisions": (CLIENT["completed"] * RATE, (CLIENT["completed"] + CLIENT["client_left"]) * RATE),
+    "Time in the queue": (0.0, 10.0),
+}
+"""The least and the most that clients allow: some have left, and what was done for them they do not know."""
+MEDIANS = {"Step time": 0.051, "Time per output token": 0.051, "Tokens in a step": 4.0}
+QUANTILES = {
+    "Time to first token": TTFT_S,
+    "First tokens, 95th percentile": TTFT_S,
+    "Request time": SECONDS,
+}
 """Panels of histograms, which know a value by its bucket."""
+SHARES = {"First tokens, 95th percentile": (0.95,)}
+EMPTY = frozenset({
+    "Minutes until saturation",  # the cache is not filling
+    "Minutes until saturation over time",
+    "Forecast error",  # half an hour after the beginning
+    "Accepted proposals",
+    "Accepted by place",
+    "Adapters",
+    "Loads and evictions of adapters",
+    "Requests by adapter",
+    "Cold starts by phase, median",
+    "Cold starts by phase, 95th percentile",
+    *(panel.title for row in operator().rows.values() for panel in row),  # `pagemill up` has no operator
+})  # fmt: skip
+WITHIN = frozenset({
+    "Time to first token at engines",
+    "Time in the engine's queue",
+    "Error of predicted first tokens",
+    "Routing",
+    "Gain of proposals",
+})  # fmt: skip
+"""What happens within processes, which no client can count."""
+
+
+def test_every_panel_is_compared_with_what_clients_know() -> None:
+    parts = [CLIENTS.keys(), BETWEEN.keys(), MEDIANS.keys(), QUANTILES.keys(), EMPTY, WITHIN]
+    assert Counter(title for part in parts for title in part) == Counter(PANELS)
 
 
 @pytest.mark.parametrize("title", CLIENTS)
@@ -173,16 +245,36 @@ def test_a_panel_shows_the_clients_count(loaded: Prometheus, title: str) -> None
         assert {name: found[name] for name in known} == pytest.approx(known, rel=TOLERANCE, abs=1e-9)
 
 
+@pytest.mark.parametrize("title", BETWEEN)
+def test_a_panel_shows_no_more_than_the_clients_allow(loaded: Prometheus, title: str) -> None:
+    least, most = BETWEEN[title]
+    for shown in Asked(loaded, title).numbers:
+        (value,) = shown.values()
+        assert least * (1 - TOLERANCE) <= value <= most * (1 + TOLERANCE)
+
+
+def test_panels_of_what_did_not_happen_are_empty(loaded: Prometheus) -> None:
+    assert {title: found for title in EMPTY if any(found := Asked(loaded, title).numbers)} == {}
+
+
+def bounds_of(title: str) -> list[float]:
+    """Return the bounds of the panel's histogram."""
+    (name,) = set(re.findall(r"([a-z_:]+_bucket)\b", as_asked(PANELS[title].targets[0][0])))
+    return sorted({float(found[1]) for key in SERIES if (found := re.match(rf'{name}{{.*le="([^"]+)"', key))})
+
+
+@pytest.mark.parametrize("title", MEDIANS)
+def test_a_median_is_that_of_the_engines_steps(loaded: Prometheus, title: str) -> None:
+    bounds = bounds_of(title)
+    (median,) = Asked(loaded, title).numbers[0].values()
+    assert bisect.bisect_left(bounds, median) == bisect.bisect_left(bounds, MEDIANS[title])
+
+
 @pytest.mark.parametrize("title", QUANTILES)
 def test_a_quantile_is_in_the_bucket_of_the_clients(loaded: Prometheus, title: str) -> None:
-    own = sorted(QUANTILES[title])
-    name = "request" if title == "Request time" else "time_to_first_token"
-    bounds = sorted(
-        {float(each) for key in SERIES if f"{name}_seconds_bucket" in key for each in re.findall(r'le="([^"]+)"', key)}
-    )
+    own, bounds = sorted(QUANTILES[title]), bounds_of(title)
     for share, shown in zip(SHARES.get(title, (0.5, 0.95, 0.99)), Asked(loaded, title).numbers, strict=True):
         (estimate,) = shown.values()
         # A client sees a little more than the gateway: its value, or one 2 % below, lies in the estimate's bucket.
         value = own[math.ceil(share * len(own)) - 1]
-        buckets = {next(at for at, bound in enumerate(bounds) if each <= bound) for each in (value, 0.98 * value)}
-        assert next(at for at, bound in enumerate(bounds) if estimate <= bound) in buckets
+        assert bisect.bisect_left(bounds, estimate) in {bisect.bisect_left(bounds, each * value) for each in (1, 0.98)}

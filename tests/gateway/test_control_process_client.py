@@ -123,7 +123,7 @@ class WorkerStub:
         self.whole = False
         self.callers: list[Caller] = []
 
-    async def measure(self, endpoint_ids: frozenset[str]) -> WorkerMeasurements:
+    async def measure(self) -> WorkerMeasurements:
         return self.latest
 
     def measures(self) -> WorkerMeasurements:

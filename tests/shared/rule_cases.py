@@ -17,13 +17,13 @@ FIRST = "pagemill_gateway_time_to_first_token_seconds"
 VARIANT = 'variant="default/chat"'
 WITHIN, FIRST_COUNT = f'{FIRST}_bucket{{le="2.5",{MODEL},{VARIANT}}}', f"{FIRST}_count{{{MODEL},{VARIANT}}}"
 SOON = f'{FIRST}_bucket{{le="0.5",{MODEL},{VARIANT}}}'
-REQUESTS = "pagemill_gateway_requests_total"
-FAILED = f'{REQUESTS}{{outcome="failed_before_first_token",status="500",{MODEL}}}'
-BROKEN = f'{REQUESTS}{{outcome="failed_after_first_token",status="200",stream="true",{MODEL}}}'
-QUEUED_STREAM = f'{REQUESTS}{{outcome="no_capacity",status="200",stream="true",{MODEL},{VARIANT}}}'
-LEFT = f'{REQUESTS}{{outcome="client_left",status="499",{MODEL}}}'
-REFUSED = f'{REQUESTS}{{outcome="refused",status="429",{MODEL}}}'
-ANSWERED = f'{REQUESTS}{{outcome="completed",status="200",{MODEL}}}'
+REQUESTS = "pagemill_gateway_outcomes_total"
+FAILED = f'{REQUESTS}{{outcome="failed_before_first_token",{MODEL}}}'
+BROKEN = f'{REQUESTS}{{outcome="failed_after_first_token",stream="true",{MODEL}}}'
+QUEUED_STREAM = f'{REQUESTS}{{outcome="no_capacity",stream="true",{MODEL}}}'
+LEFT = f'{REQUESTS}{{outcome="client_left",{MODEL}}}'
+REFUSED = f'{REQUESTS}{{outcome="refused",{MODEL}}}'
+ANSWERED = f'{REQUESTS}{{outcome="completed",{MODEL}}}'
 DEPLOYMENT = f'{{{MODEL},variant="default/chat"}}'
 PRICE = f"pagemill_deployment_hour_price{DEPLOYMENT}"
 WITHOUT_GPUS = f"pagemill_deployment_replicas_without_gpus{DEPLOYMENT}"
@@ -215,6 +215,8 @@ RULE_CASES = [
 ALERT_CASES = [
     AlertCase("PagemillErrorBudgetBurnsFast", BUDGETS | {FAILED: "0+10x60", ANSWERED: "0+90x60"}, True),
     AlertCase("PagemillErrorBudgetBurnsFast", BUDGETS | SLOW_FIRST_TOKENS | {ANSWERED: "0+100x60"}, True),
+    # Few failures, and no others before them: an objective counts from the first one on.
+    AlertCase("PagemillErrorBudgetBurnsFast", BUDGETS | {FAILED: "0x50 1 2 3 4 5x9", ANSWERED: "0+0.1x60"}, True),
     AlertCase("PagemillErrorBudgetBurnsFast", {TENANT_FAILED: "0+1x60", TENANT_ALLOWED: "0+0.05x60"}, True),
     AlertCase("PagemillErrorBudgetBurnsFast", {TENANT_FAILED: "0+1x60", TENANT_ALLOWED: "0+1x60"}, False),
     # Of few requests, one failure is no reason to wake anybody up.

@@ -278,8 +278,8 @@ class ControlProcessClient:
     async def _answer(self, question: Any) -> object:
         assert self._worker is not None
         match question:
-            case messages.Measure(endpoint_ids):
-                return await self._worker.measure(endpoint_ids)
+            case messages.Measure():
+                return await self._worker.measure()
         raise ValueError(f"a worker does not answer {type(question).__name__}")
 
     def _note(self, connection: _Connection, note: messages.ControlNote) -> None:

@@ -219,8 +219,6 @@ ToControlProcess = Call[WorkerQuestion] | Reply | CallRefusal | Abandoned | Work
 class Measure(msgspec.Struct, frozen=True, array_like=True, tag="measure"):
     """`WorkerMeasurements`."""
 
-    endpoint_ids: frozenset[str]
-
 
 class KeepBundles(msgspec.Struct, frozen=True, array_like=True, tag="keep_bundles"):
     digests: frozenset[str]

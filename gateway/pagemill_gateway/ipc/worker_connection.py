@@ -52,10 +52,10 @@ class WorkerConnection:
 
     # Calls of the control process.
 
-    async def measure(self, endpoint_ids: frozenset[str]) -> WorkerMeasurements:
+    async def measure(self) -> WorkerMeasurements:
         try:
             async with asyncio.timeout(MEASURE_TIMEOUT_S):
-                self._last = measures = await self.connection.ask(messages.Measure(endpoint_ids), _measures)
+                self._last = measures = await self.connection.ask(messages.Measure(), _measures)
                 return measures
         except TimeoutError:
             logger.warning("a worker does not answer")

@@ -6,15 +6,15 @@ The counters of a worker that ended are kept, so that totals do not decrease whe
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from itertools import product
 
 from pagemill_gateway.brain.queue import queues
 from pagemill_gateway.brain.queue.queues import QueueState
 from pagemill_gateway.brain.reading import Reader
 from pagemill_gateway.brain.resilience import poison_requests
+from pagemill_gateway.metrics.beginnings import NO_TENANT, begin_deployment, begin_gateway
 from pagemill_gateway.metrics.departed import Departed
-from pagemill_gateway.metrics.worker import NO_TENANT
 from pagemill_gateway.ports import WorkerMeasurements
 from pagemill_protocol import metrics as specs
 
@@ -31,7 +31,8 @@ class ControlProcessMetrics:
         self._counted: dict[tuple[str, str, str], int] = {}
         """The brain's counts at the latest scrape, by metric, deployment and outcome."""
         self._departed: specs.Samples = {}
-        self._gone_endpoints, self._gone_tenants = Departed(clock), Departed(clock)
+        self._gone_tenants = Departed(clock)
+        begin_gateway(self._metrics)
         self._has_redis = False
 
     def decided_without_redis(self) -> None:
@@ -67,7 +68,7 @@ class ControlProcessMetrics:
         self._metrics.gauge(specs.GATEWAY_PREFIX_CHUNKS).set(len(reader.placement.index))
         self._set_deployments(reader)
         if workers:
-            self._drop_gone(reader.registry.endpoints, frozenset().union(*(each.tenants for each in workers)))
+            self._drop_gone(frozenset().union(*(each.tenants for each in workers)))
         together = specs.add_up([self._metrics.samples(), self._departed, *(each.samples for each in workers)])
         if not self._has_redis:
             # A gauge without labels has a value from the start, and 0 would mean that Redis is unavailable.
@@ -79,6 +80,8 @@ class ControlProcessMetrics:
         self._metrics.gauge(specs.GATEWAY_CATALOG_MODELS).set(len({each.model.name for each in deployments}))
         variants = {(deployment.model.name, deployment.key) for deployment in deployments}
         phases = dict.fromkeys(product(self._variants | variants, PHASES), 0)
+        for model, variant in variants - self._variants:
+            begin_deployment(self._metrics, model, variant)
         self._variants = variants
         self._set_queues(reader)
         self._count(reader)
@@ -131,19 +134,15 @@ class ControlProcessMetrics:
                 self._metrics.counter(spec, **labels).inc(max(0, total - before))
         self._counted = counted
 
-    def _drop_gone(self, endpoints: Container[str], tenants: frozenset[str]) -> None:
-        """Drop departed workers' series of endpoints and tenants that have been gone for a while."""
-        for label, departed, present in (
-            ("endpoint", self._gone_endpoints, endpoints),
-            ("tenant", self._gone_tenants, tenants | {NO_TENANT}),
-        ):
-            samples = self._departed
-            gone = departed.over({_label(each, label) for series in samples.values() for each in series}, present)
-            if gone - {""}:
-                self._departed = {
-                    name: [each for each in series if _label(each, label) not in gone - {""}]
-                    for name, series in samples.items()
-                }
+    def _drop_gone(self, tenants: frozenset[str]) -> None:
+        """Drop departed workers' series of tenants that have been gone for a while."""
+        samples = self._departed
+        known = {_label(each, "tenant") for series in samples.values() for each in series} - {""}
+        if gone := self._gone_tenants.over(known, tenants | {NO_TENANT}):
+            self._departed = {
+                name: [each for each in series if _label(each, "tenant") not in gone]
+                for name, series in samples.items()
+            }
 
     def _forget(self, gone: set[tuple[str, str]]) -> None:
         for model, endpoint_id in gone:

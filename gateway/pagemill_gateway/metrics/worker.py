@@ -6,29 +6,25 @@ At a scrape, the control process adds up the metrics of all workers (`metrics.co
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import get_args
+from collections.abc import Callable, Collection
 
 from pagemill_gateway.brain.interface import Assignment, FailureKind
+from pagemill_gateway.metrics.beginnings import NO_TENANT, of_caller
 from pagemill_gateway.metrics.departed import Departed
 from pagemill_gateway.request_record import RequestRecord
 from pagemill_protocol import metrics as specs
 from pagemill_protocol.report.outcomes import COUNTED
+from pagemill_servers.keys.caller import Caller
 
-OUTCOMES = ("served", *get_args(FailureKind))
-"""The outcomes of an attempt at an engine."""
-NO_TENANT = "-"
-"""The label of requests without a tenant; names of tenants begin with a letter or digit."""
 
 
 class WorkerMetrics:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._metrics = specs.Metrics(specs.GATEWAY_METRICS)
-        self._attempted: set[tuple[str, str]] = set()
-        """The pairs of model and endpoint that have series."""
         self._tenants: dict[str, set[tuple[specs.MetricSpec, tuple[tuple[str, str], ...]]]] = {}
         """The series of each tenant, by metric and other labels."""
-        self._gone_endpoints, self._gone_tenants = Departed(clock), Departed(clock)
+        self._begun: set[Caller] = set()
+        self._gone_tenants = Departed(clock)
 
     def prepared(self, record: RequestRecord) -> None:
         self._metrics.gauge(specs.GATEWAY_IN_FLIGHT, model=record.model).inc()
@@ -46,6 +42,9 @@ class WorkerMetrics:
             stream="true" if record.stream else "false",
             outcome=outcome,
         ).inc()
+        if model:
+            stream = "true" if record.stream else "false"
+            self._metrics.counter(specs.GATEWAY_OUTCOMES, model=model, stream=stream, outcome=outcome).inc()
         if record.tenant:
             self._of_tenant(specs.GATEWAY_TENANT_REQUESTS, record.tenant, outcome=outcome)
             if record.allowed_failures is not None and outcome in COUNTED:
@@ -100,9 +99,8 @@ class WorkerMetrics:
         """Observe the waiting time of a request that got its engine."""
         self._metrics.histogram(specs.GATEWAY_QUEUE_SECONDS, model=model).observe(seconds)
 
-    def attempt(self, model: str, endpoint_id: str, outcome: str) -> None:
-        self._attempted.add((model, endpoint_id))
-        self._metrics.counter(specs.GATEWAY_UPSTREAM_ATTEMPTS, model=model, endpoint=endpoint_id, outcome=outcome).inc()
+    def attempt(self, model: str, outcome: str) -> None:
+        self._metrics.counter(specs.GATEWAY_UPSTREAM_ATTEMPTS, model=model, outcome=outcome).inc()
 
     def retry(self, model: str, reason: FailureKind) -> None:
         self._metrics.counter(specs.GATEWAY_UPSTREAM_RETRIES, model=model, reason=reason).inc()
@@ -134,17 +132,18 @@ class WorkerMetrics:
         """A counter that increases with every measurement."""
         return self._metrics.num_updates
 
-    def forget_all_but(self, endpoint_ids: frozenset[str], tenants: frozenset[str]) -> None:
-        """Drop the series of other endpoints and tenants that have been gone for a while."""
-        for tenant in self._gone_tenants.over(self._tenants, tenants):
+    def follow_keys(self, callers: Collection[Caller]) -> None:
+        """Begin what is counted for these keys, and drop the series of tenants that have been gone for a while."""
+        num_updates = self._metrics.num_updates
+        for caller in {each for each in callers if each.objective is not None or not each.limits.none} - self._begun:
+            for spec, labels in of_caller(caller):
+                self._of_tenant(spec, caller.tenant, 0, **labels)
+            self._begun.add(caller)
+        self._metrics.num_updates = num_updates  # nothing was measured
+        for tenant in self._gone_tenants.over(self._tenants, {each.tenant for each in callers}):
             for spec, others in self._tenants.pop(tenant):
                 self._metrics.forget(spec, tenant=tenant, **dict(others))
-        gone = self._gone_endpoints.over({each for _, each in self._attempted}, endpoint_ids)
-        for model, endpoint_id in {each for each in self._attempted if each[1] in gone}:
-            self._attempted.discard((model, endpoint_id))
-            for outcome in OUTCOMES:
-                labels = {"model": model, "endpoint": endpoint_id, "outcome": outcome}
-                self._metrics.forget(specs.GATEWAY_UPSTREAM_ATTEMPTS, **labels)
+        self._begun.intersection_update(callers)
 
     def samples(self, *, body_bytes: int, journal_tokens: int) -> specs.Samples:
         """Return all current values."""

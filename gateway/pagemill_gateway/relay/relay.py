@@ -115,7 +115,7 @@ class Relay:
                 delivery.attempt.ended("request")
                 # The engine works and reported the error itself: no engine could serve this request.
                 self._brain.failed(assignment, "request")
-                self._metrics.attempt(record.model, assignment.endpoint_id, "request")
+                self._metrics.attempt(record.model, "request")
                 record.last_failure = "request"
                 raise
             except BaseException:
@@ -124,7 +124,7 @@ class Relay:
             else:
                 delivery.attempt.ended("served")
                 self._brain.finished(assignment, served)
-                self._metrics.attempt(record.model, assignment.endpoint_id, "served")
+                self._metrics.attempt(record.model, "served")
                 if not delivery.continues:
                     self._metrics.cached(record.model, assignment, usage.cached_tokens)
                 return usage
@@ -253,7 +253,7 @@ class Relay:
     def _note(self, failure: UpstreamFailure, assignment: Assignment, delivery: Delivery) -> None:
         record = delivery.record
         delivery.attempt.ended(failure.kind)
-        self._metrics.attempt(record.model, assignment.endpoint_id, failure.kind)
+        self._metrics.attempt(record.model, failure.kind)
         logger.info(
             "request %s: attempt %d at %s failed after %d tokens (%s): %s",
             record.request_id,

@@ -20,6 +20,7 @@ from pagemill_api.dialects.registry import LIVE_PATHS, PAGES, READY_PATHS, gener
 from pagemill_api.dialects.token_counts import TOKEN_COUNTS
 from pagemill_api.route_names import RouteNames
 from pagemill_gateway.brain.interface import RequestOutcome
+from pagemill_gateway.metrics.beginnings import UNKNOWN_MODEL
 from pagemill_gateway.request_record import RequestRecord
 from pagemill_gateway.spans import write_spans
 from pagemill_gateway.worker import Worker
@@ -66,8 +67,6 @@ MIGRATIONS_HEADER = b"x-pagemill-migrations"
 """The header of answers that another engine continued before the headers were sent."""
 PROBES = frozenset({"/health", "/livez", "/readyz", "/version", "/ping", *LIVE_PATHS, *READY_PATHS})
 """Routes that machines request every few seconds, which are logged only if they fail."""
-UNKNOWN_MODEL = "unknown"
-"""The label of requests that ended before their model was known."""
 NAMES = RouteNames(ROUTES | PROBES)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from itertools import product
 from typing import Literal, NamedTuple, TypeVar
 
 from prometheus_client import (
@@ -219,6 +220,13 @@ GATEWAY_REQUESTS = _gateway(
     "probes.",
     ("model", "variant", "route", "status", "stream", "outcome"),
 )
+GATEWAY_OUTCOMES = _gateway(
+    "counter",
+    "outcomes",
+    "The same requests without probes; all series of a known model begin at 0, so that objectives miss no first "
+    "failure.",
+    ("model", "stream", "outcome"),
+)
 GATEWAY_IN_FLIGHT = _gateway("gauge", "in_flight_requests", "Requests in progress, including waiting ones.", ("model",))
 GATEWAY_BODY_BYTES = _gateway(
     "gauge", "in_flight_body_bytes", "Bytes of requests in progress and of their unread answers."
@@ -309,7 +317,7 @@ GATEWAY_ADAPTER_TOKENS = _gateway(
     ("model", "adapter", "kind"),
 )
 GATEWAY_UPSTREAM_ATTEMPTS = _gateway(
-    "counter", "upstream_attempts", "Requests sent to engines, by outcome.", ("model", "endpoint", "outcome")
+    "counter", "upstream_attempts", "Requests sent to engines, by outcome.", ("model", "outcome")
 )
 GATEWAY_UPSTREAM_RETRIES = _gateway(
     "counter", "upstream_retries", "Requests restarted at another engine.", ("model", "reason")
@@ -470,6 +478,14 @@ class Metrics:
 
     def histogram(self, spec: MetricSpec, **labels: str) -> Histogram:
         return self._child(spec, labels, Histogram)
+
+    def begin(self, spec: MetricSpec, **labels: Iterable[str]) -> None:
+        """Make the series of all combinations of these labels' values: without an earlier 0, Prometheus takes a first
+        event for none. This is no update."""
+        kind, before = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}[spec.kind], self.num_updates
+        for values in product(*labels.values()):
+            self._child(spec, dict(zip(labels, values, strict=True)), kind)
+        self.num_updates = before
 
     def forget(self, spec: MetricSpec, **labels: str) -> None:
         """Drop the series of an object that is gone, such as an endpoint."""

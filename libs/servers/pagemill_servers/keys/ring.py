@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hmac
 import secrets
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from hashlib import blake2b
 
 from starlette.types import Scope
@@ -46,10 +46,10 @@ class KeyRing:
         return not self._fixed and self._file is None and not self._has_shared
 
     @property
-    def tenants(self) -> frozenset[str]:
-        """The tenants of all keys."""
+    def callers(self) -> Collection[Caller]:
+        """The callers of all keys."""
         self._follow_file()
-        return frozenset(each.tenant for each in self._callers.values())
+        return self._callers.values()
 
     def replace_shared(self, callers: Iterable[Caller]) -> None:
         """Replace the keys of the shared store. Keys of settings and file override them."""
