@@ -92,7 +92,9 @@ class Scraped:
             'leader_election_master_status{name="llmdeployment"}': 1,
         }
         for outcome in OUTCOMES.values():
-            values[f'pagemill_gateway_outcomes_total{{outcome="{outcome}",stream="true",{MODEL}}}'] = self._ended[outcome]
+            values[f'pagemill_gateway_outcomes_total{{outcome="{outcome}",stream="true",{MODEL}}}'] = self._ended[
+                outcome
+            ]
         total = 0
         for bound, count in zip([*map(str, BOUNDS_S), "+Inf"], self._first_tokens, strict=True):
             total += count

@@ -50,11 +50,13 @@ spec:
   routing: {{queue: {{timeout: 10s, maxRequests: 32}}}}
 """
 NAMES = (
-    "pagemill_gateway_(?:requests|outcomes|requests_rejected|tokens|tenant_tokens|tenant_requests|tenant_error_budget)_total",
+    "pagemill_gateway_(?:requests|outcomes|requests_rejected|tokens)_total",
+    "pagemill_gateway_(?:tenant_tokens|tenant_requests|tenant_error_budget)_total",
     "pagemill_gateway_(?:queue_ended|limited|routing_decisions|upstream_attempts|upstream_retries|migrations)_total",
     "pagemill_gateway_(?:broken_streams|poison_probes|cached_token_predictions)_total",
     "pagemill_gateway_(?:endpoints|in_flight_requests|queue_requests|ready)",
-    "pagemill_gateway_(?:time_to_first_token|request|queue)_seconds_(?:bucket|count)",
+    "pagemill_gateway_(?:time_to_first_token|request|queue|routing)_seconds_(?:bucket|count)",
+    "pagemill_gateway_ttft_prediction_error_ratio_bucket",
     "pagemill_(?:deployment|autoscaler)_[a-z_]+",
     "pagemill_engine_(?:ready|max_num_seqs|kv_bytes|requests_aborted_total|speculation_gain_seconds)",
     "pagemill_engine_step_seconds_bucket",
@@ -65,14 +67,15 @@ NAMES = (
 )
 """What the rules and the panels need."""
 KEPT = re.compile(rf"^(?P<name>{'|'.join(NAMES)})(?:\{{(?P<labels>.*)\}})? (?P<value>\S+)$", re.MULTILINE)
+ASKED = re.compile(r'pagemill_gateway_outcomes_total\{.*outcome="completed".*\} [1-9]')
 INTERVAL_S = 15.0
 MAX_TOKENS = 60
 KEYS = {"sk-a": "tenant=a objective=99", "sk-b": "tenant=b requests_per_minute=6"}
 MOODS = ("usual", "wrong", "unknown model", "unknown key", "deadline", "leaves")
 SHARES = (80, 4, 4, 4, 4, 4)
 PATIENCE_S = 2.0
-WITHOUT_A_MODEL = ("invalid_value", "invalid_api_key", "model_not_found")
-"""Codes of requests that end before the gateway knows their model."""
+UNPREPARED = ("invalid_value", "invalid_api_key", "model_not_found", "rate_limit_exceeded")
+"""Codes of requests that end before they are prepared, so that their time is in no histogram."""
 TIMEOUT_S = 60.0
 
 
@@ -220,7 +223,7 @@ async def run(up: Up, url: str, arguments: argparse.Namespace) -> dict[str, Any]
         "streams_without_first_token": sum(
             each.stream and each.ttft_s is None and each.outcome in NO_FIRST_TOKEN for each in answers
         ),
-        "seconds": sorted(round(each.seconds, 3) for each in answers if each.code not in WITHOUT_A_MODEL),
+        "seconds": sorted(round(each.seconds, 3) for each in answers if each.code not in UNPREPARED),
         "series": {name: notation(values) for name, values in sorted(recording.series.items())},
     }
 
@@ -243,7 +246,7 @@ def main() -> int:
 
 def record(arguments: argparse.Namespace) -> int:
     with serving(DEPLOYMENT, 1) as (up, url):
-        while 'outcome="completed"' not in up.metrics():  # the question that `pagemill up` asks by itself is over
+        while not ASKED.search(up.metrics()):  # the question that `pagemill up` asks by itself is over
             time.sleep(0.2)
         recorded = asyncio.run(run(up, url, arguments))
     arguments.out.write_text(json.dumps(recorded, indent=0) + "\n")

@@ -282,7 +282,7 @@ def _shown_default(default: Any) -> str:
 
 OUTCOMES_TEXT = (
     "Each request has one outcome, which is counted once at its end, whatever its status line said: the label "
-    "`outcome` of `pagemill_gateway_requests_total`, the field `outcome` of the gateway's log, and the attribute "
+    "`outcome` of `pagemill_gateway_outcomes_total`, the field `outcome` of the gateway's log, and the attribute "
     "`pagemill.outcome` of the request's span. Availability is the share of `completed` among `completed` and what "
     "burns; `client_left` and `refused` are not in it. Streams that ended without a first token, by `no_capacity` or "
     "`failed_before_first_token`, miss the objective of first tokens, too."

@@ -356,11 +356,9 @@ def gateway() -> Page:
         ]),
         Panel("Retries, migrations and broken streams", "Restarted requests, answers that another engine continued, "
               "and streams that ended with an error.", "ops", [
-            (or_zero(per_second(of_model("pagemill_gateway_upstream_retries_total"), "model"), GATEWAY),
-             "{{model}} retries"),
-            (or_zero(per_second(of_model("pagemill_gateway_migrations_total"), "model"), GATEWAY),
-             "{{model}} migrations"),
-            (or_zero(per_second(of_model("pagemill_gateway_broken_streams_total"), "model"), GATEWAY),
+            (per_second(of_model("pagemill_gateway_upstream_retries_total"), "model"), "{{model}} retries"),
+            (per_second(of_model("pagemill_gateway_migrations_total"), "model"), "{{model}} migrations"),
+            (per_second(of_model("pagemill_gateway_outcomes_total", 'outcome="failed_after_first_token"'), "model"),
              "{{model}} broken"),
         ]),
         Panel("Probes for poison requests", "Probes of requests with which engines crashed, by outcome.", "ops", [

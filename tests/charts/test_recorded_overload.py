@@ -58,5 +58,5 @@ def test_the_outcomes_are_the_clients_own_count() -> None:
             numbers = [float(each.partition("x")[0]) for each in notation.split() if not each.startswith("_")]
             before = 0.0 if notation.startswith("_") else numbers[0]
             found[re.findall(r'outcome="(\w+)"', name)[0]] += int(numbers[-1] - before)
-    assert found == Counter(RECORDING["client"])
+    assert +found == Counter(RECORDING["client"])
     assert found["no_capacity"] > found["completed"], "it must be an overload"

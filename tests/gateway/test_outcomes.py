@@ -261,6 +261,7 @@ def test_series_of_what_keys_declare_begin_at_zero_and_end_after_their_tenant() 
     of_a = {f"pagemill_gateway_tenant_requests{sorted(('a', each.name))}" for each in OUTCOMES}
     of_a |= {"pagemill_gateway_tenant_error_budget['a']"}
     expected = of_a | {
+        *(f"pagemill_gateway_tenant_requests{sorted(('b', each.name))}" for each in OUTCOMES),
         "pagemill_gateway_limited['b', 'requests']",
         "pagemill_gateway_limited['b', 'budget_day']",
         "pagemill_gateway_limited['-', 'concurrency']",

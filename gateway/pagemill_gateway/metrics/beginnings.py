@@ -67,9 +67,10 @@ def begin_deployment(metrics: specs.Metrics, model: str, variant: str) -> None:
 
 
 def of_caller(caller: Caller) -> Iterator[tuple[specs.MetricSpec, dict[str, str]]]:
-    """Yield what is counted of a key's tenant because the key declares it, by metric and labels besides the tenant."""
-    if caller.tenant and caller.objective is not None:
+    """Yield what is counted of the tenant of a key with an objective or limits, by metric and other labels."""
+    if caller.objective is not None and caller.tenant:
         yield specs.GATEWAY_TENANT_ERROR_BUDGET, {}
+    if caller.tenant:
         for outcome in OUTCOMES:
             yield specs.GATEWAY_TENANT_REQUESTS, {"outcome": outcome}
     for limit, reason in LIMITS.items():

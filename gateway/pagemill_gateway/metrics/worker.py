@@ -17,7 +17,6 @@ from pagemill_protocol.report.outcomes import COUNTED
 from pagemill_servers.keys.caller import Caller
 
 
-
 class WorkerMetrics:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._metrics = specs.Metrics(specs.GATEWAY_METRICS)
