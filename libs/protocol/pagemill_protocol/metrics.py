@@ -482,9 +482,9 @@ class Metrics:
     def begin(self, spec: MetricSpec, **labels: Iterable[str]) -> None:
         """Make the series of all combinations of these labels' values: without an earlier 0, Prometheus takes a first
         event for none. This is no update."""
-        kind, before = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}[spec.kind], self.num_updates
+        before = self.num_updates
         for values in product(*labels.values()):
-            self._child(spec, dict(zip(labels, values, strict=True)), kind)
+            self._child(spec, dict(zip(labels, values, strict=True)), MetricWrapperBase)
         self.num_updates = before
 
     def forget(self, spec: MetricSpec, **labels: str) -> None:
