@@ -32,17 +32,17 @@ class WorkerMetrics:
     def finished(self, record: RequestRecord) -> None:
         """Count a request at its end, whether or not it was served."""
         model, variant, outcome = record.model, record.deployment, record.outcome
+        stream = "true" if record.stream else "false"
         self._metrics.counter(
             specs.GATEWAY_REQUESTS,
             model=model,
             variant=variant,
             route=record.route,
             status=str(record.status),
-            stream="true" if record.stream else "false",
+            stream=stream,
             outcome=outcome,
         ).inc()
         if model:
-            stream = "true" if record.stream else "false"
             self._metrics.counter(specs.GATEWAY_OUTCOMES, model=model, stream=stream, outcome=outcome).inc()
         if record.tenant:
             self._of_tenant(specs.GATEWAY_TENANT_REQUESTS, record.tenant, outcome=outcome)
