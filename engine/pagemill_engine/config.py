@@ -9,6 +9,7 @@ import msgspec
 
 from pagemill_models.adapters.limits import MAX_RANK
 from pagemill_models.tokenizer_files.generation_defaults import GenerationConfig, GenerationDefaults
+from pagemill_protocol.engine_ports import RENDEZVOUS_PORT
 from pagemill_protocol.report.adapters import WantedAdapter
 from pagemill_protocol.report.state import StepTimeParams
 from pagemill_protocol.request.answer_format import ControlTokenMode, HostedToolMode
@@ -100,9 +101,12 @@ class NodesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Number of nodes."""
     rank: int = 0
     """Number of this node. Node 0 serves; the others compute with it."""
-    address: str
+    address: str = ""
     """Name or address of node 0, which all nodes know."""
-    port: int = 29501
+    of_group: bool = False
+    """Whether the nodes are the pods of a LeaderWorkerSet's group: each gets its `rank` and the `address` from the
+    environment (`LWS_WORKER_INDEX`, `LWS_LEADER_ADDRESS`), and is restarted with its group."""
+    port: int = RENDEZVOUS_PORT
     """Port of node 0 at which the others join. Ranks also listen at free ports of their own."""
     token: str = ""
     """What ranks must know to join; the same on all nodes."""
@@ -116,7 +120,7 @@ class NodesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ValueError(f"nnodes must be 2 to {MOST_RANKS}, got {self.count}")
         if not 0 <= self.rank < self.count:
             raise ValueError(f"node_rank must be 0 to {self.count - 1}, got {self.rank}")
-        if not self.address:
+        if not self.address and not self.of_group:
             raise ValueError("master_addr is empty; set it to a name or an IP address of node 0")
         if not 1 <= self.port <= 65535:
             raise ValueError(f"master_port: {self.port} is not a port; use 1 to 65535")

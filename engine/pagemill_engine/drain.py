@@ -1,7 +1,9 @@
 """`python -m pagemill_engine.drain --settings FILE`: drains the engine before its pod gets SIGTERM (Kubernetes'
 preStop).
 
-It asks the engine on this machine to drain and waits a few seconds for every gateway's acknowledgement. It uses only
+It asks the engine on this machine to drain and waits a few seconds for every gateway's acknowledgement. In a pod of a
+group that only computes it waits until the group's first pod, which is drained at the same time, has ended its ranks:
+without them that pod could not finish its requests. It uses only
 the standard library, without its HTTP client: it must start at once, also on a busy machine. If no engine listens there
 is nothing to drain and it succeeds; a refusal or an error is a failure.
 """
@@ -12,7 +14,9 @@ import argparse
 import json
 import socket
 import sys
+import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 WAIT_S = 5.0
@@ -20,6 +24,8 @@ WAIT_S = 5.0
 ANSWER_TIMEOUT_S = 2.0
 """Additional time for the engine's answer."""
 MAX_ANSWER_BYTES = 64 * 1024
+RANK_MODULE = b"pagemill_engine.starting.node_rank"
+RANKS_POLL_S = 0.2
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "127.0.0.1", "": "127.0.0.1"}
 
 
@@ -34,9 +40,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         with open(arguments.settings, "rb") as file:
-            server = json.load(file).get("server", {})
+            content = json.load(file)
+        server = content.get("server", {})
         status, answer = drain(server, arguments.wait_s)
     except ConnectionRefusedError:
+        if (content.get("engine", {}).get("nodes") or {}).get("of_group"):
+            wait_for_ranks()
+            return 0
         sys.stderr.write("drain: no engine listens here; nothing to drain\n")
         return 0
     except (OSError, ValueError, LookupError, AttributeError) as error:
@@ -44,6 +54,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     sys.stderr.write(f"drain: {status} {answer}\n")
     return 0 if status == 200 else 1
+
+
+def wait_for_ranks(processes: Path = Path("/proc")) -> None:
+    """Wait until no rank runs here; the pod's grace period ends the wait if need be."""
+    while any(RANK_MODULE in _arguments(each) for each in processes.glob("[0-9]*/cmdline")):
+        time.sleep(RANKS_POLL_S)
+
+
+def _arguments(command_line: Path) -> list[bytes]:
+    try:
+        return command_line.read_bytes().split(b"\0")
+    except OSError:
+        return []  # it has ended
 
 
 def drain(server: Mapping[str, Any], wait_s: float) -> tuple[int, str]:

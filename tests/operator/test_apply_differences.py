@@ -225,8 +225,8 @@ def test_needed_children_and_those_being_deleted_are_not_deleted() -> None:
     ],
 )
 def test_a_rollout_is_complete_when_every_pod_has_the_newest_template(status: Any, is_rolled_out: bool) -> None:
-    found = {"metadata": {"generation": 2}, "spec": {"replicas": 2}, "status": status}
-    assert rolled_out(found) is is_rolled_out
+    found = {"kind": "Deployment", "metadata": {"generation": 2}, "spec": {"replicas": 2}, "status": status}
+    assert rolled_out(found, []) is is_rolled_out
 
 
 def test_a_webhooks_change_of_an_apply_is_accepted_until_it_changes_again() -> None:

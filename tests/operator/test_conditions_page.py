@@ -56,6 +56,7 @@ OTHERS = {
     "ReadinessGatesNotReady",
     "ReplicaFailure",
     "PersistentVolumeClaim",
+    "LeaderWorkerSet",
     "RuntimeClass",
     "AlreadyExists",
     # Reasons of an engine that become CrashLoop or OOMKilled.

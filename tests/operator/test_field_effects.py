@@ -84,6 +84,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "engine.lora.maxLoraRank": ({"engine__lora": {}}, {"engine__lora": {"maxLoraRank": 32}}),
     "engine.lora.maxCpuLoras": ({"engine__lora": {}}, {"engine__lora": {"maxCpuLoras": 4}}),
     "engine.tensorParallel": ({}, {"engine__tensorParallel": 2}),
+    "engine.podsPerReplica": ({"engine__tensorParallel": 2}, {"engine__podsPerReplica": 2}),
     "engine.pipelineParallel": ({}, {"engine__pipelineParallel": 2}),
     "engine.extraArgs": ({}, {"engine__extraArgs": ["--seed=1"]}),
     "engine.env.name": ({}, {"engine__env": [{"name": "a", "value": "b"}]}),

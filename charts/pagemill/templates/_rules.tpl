@@ -30,6 +30,10 @@
 - apiGroups: [monitoring.coreos.com]
   resources: [podmonitors]
   verbs: [get, list, create, patch, delete]
+# Replicas of several pods.
+- apiGroups: [leaderworkerset.x-k8s.io]
+  resources: [leaderworkersets]
+  verbs: [get, create, patch, delete]
 # Only annotations of pods are patched, for example the deletion cost; the admission policy enforces that.
 - apiGroups: [""]
   resources: [pods]

@@ -165,6 +165,10 @@ class EngineSection(Section):
     pipeline_parallel: Annotated[int, Field(ge=1, le=64)] = 1
     """Number of stages over which the layers are distributed, each of `tensorParallel` parts, which compute different
     steps at the same time. On CPUs they are processes of the pod; with `resources.gpus` this version supports 1."""
+    pods_per_replica: Annotated[int, Field(ge=1, le=64)] | None = None
+    """Number of pods among which the parts of one replica are divided equally, as a group that is started, drained and
+    restarted together. It needs LeaderWorkerSets in the cluster. When absent, as many as `tensorParallel` x
+    `pipelineParallel` parts need with `resources.gpus` in each pod; without GPUs, 1. `resources` are those of a pod."""
     extra_args: Annotated[list[ExtraArg], Field(max_length=64)] = Field(default_factory=list)
     """Engine settings that have no field here, as `--name=value`. They override the fields."""
     env: Annotated[list[EnvVar], merged_by("name", 64)] = Field(default_factory=list)
@@ -182,6 +186,12 @@ class EngineSection(Section):
             "maxModelLen must be at least blockSize: raise maxModelLen or lower blockSize",
             "!has(self.maxModelLen) || self.maxModelLen >= self.blockSize",
             lambda e: e.max_model_len is None or e.max_model_len >= e.block_size,
+        ),
+        SectionRule(
+            "podsPerReplica",
+            "podsPerReplica must divide tensorParallel x pipelineParallel: every pod has equally many parts",
+            "!has(self.podsPerReplica) || (self.tensorParallel * self.pipelineParallel) % self.podsPerReplica == 0",
+            lambda e: (e.tensor_parallel * e.pipeline_parallel) % (e.pods_per_replica or 1) == 0,
         ),
         SectionRule(
             "env",

@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -123,15 +124,24 @@ def load_nodes(files: ModelFiles, compute: Compute, stuck_seconds: float = STUCK
 
 def run_node(config: EngineConfig, path: Path) -> None:
     """Run the ranks of a node that is not node 0 until rank 0 or a signal ends them. Raises `LoadError`. `path`: of the
-    model's files."""
+    model's files. A pod of a group then waits for its signal: a container that is started again would join the
+    next group."""
     nodes = config.nodes
     assert nodes is not None
     token_of(nodes)
     first = nodes.rank * config.ranks_here
     children = NodeProcesses(config, str(path), threads_of_ranks(config), range(first, first + config.ranks_here))
+    ending = threading.Event()
+
+    def end(*_: object) -> None:
+        ending.set()
+        children.terminate()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: children.terminate())
+        signal.signal(number, end)
     children.wait()
+    if nodes.of_group:
+        ending.wait()
 
 
 class NodeProcesses:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 DATA_PORT, CONTROL_PORT = 8000, 8001
 TLS_DATA_PORT, TLS_CONTROL_PORT = 8443, 8444
+RENDEZVOUS_PORT = 29501
+"""Where the ranks of other nodes or pods find rank 0."""
 
 
 def engine_url(address: str, port: int) -> str:

@@ -91,6 +91,7 @@ def _only_in_a_cluster(spec: LLMDeploymentSpec) -> Iterator[Problem]:
     fields: dict[str, Any] = {
         "spec.engine.image": spec.engine.image,
         "spec.engine.version": spec.engine.version if spec.engine.image is None else None,
+        "spec.engine.podsPerReplica": None if spec.engine.pods_per_replica == 1 else spec.engine.pods_per_replica,
         "spec.resources.memory": spec.resources.memory,
         "spec.resources.gpuProduct": spec.resources.gpu_product,
         "spec.model.cache": spec.model.cache,

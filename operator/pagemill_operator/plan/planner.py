@@ -18,7 +18,7 @@ from pagemill_operator.autoscaler.settings import settings_of
 from pagemill_operator.plan.engine import engine_settings, server_settings, source_with_revision, without_names
 from pagemill_operator.plan.extra_args import apply_extra_args
 from pagemill_operator.plan.ignored import find_ignored
-from pagemill_operator.plan.support import Backend, find_notes, find_problems
+from pagemill_operator.plan.support import Backend, find_notes, find_problems, pods_per_replica
 from pagemill_operator.plan.types import (
     Group,
     ModelCachePlan,
@@ -34,6 +34,9 @@ from pagemill_protocol.resource.quantities import cpu_cores, duration_seconds, m
 from pagemill_protocol.resource.served import Claimant, ServedModel, WatchedSpec, name_owners, served_model
 
 ENGINE_MODULE = "pagemill_engine.server"
+GROUP_TIMEOUT_S = 900.0
+"""Seconds for which the pods of a group wait for each other. A group that is not complete then begins anew, so that it
+does not hold its places for ever."""
 STARTUP_LIMIT_S = 90
 """Seconds until the control port must answer. The engine opens it before loading, so a large model needs no longer."""
 
@@ -42,8 +45,12 @@ def make_plan(deployment: LLMDeployment, backend: Backend = "local") -> Plan:
     """Return the plan; its `problems` name the fields that cannot be carried out."""
     spec = deployment.spec
     settings = {"engine": engine_settings(deployment), "server": server_settings(deployment)}
+    num_pods = pods_per_replica(spec, backend)
+    if num_pods > 1:
+        nodes = {"count": num_pods, "of_group": True, "timeout_s": GROUP_TIMEOUT_S}
+        settings["engine"]["nodes"] = nodes
     slo = spec.autoscaling.slo if spec.autoscaling is not None else None
-    replica_price = spec.cost.of_replica(spec.resources.gpus) if spec.cost is not None else None
+    replica_price = spec.cost.of_replica(spec.resources.gpus * num_pods) if spec.cost is not None else None
     problems = [*find_problems(spec, backend), *apply_extra_args(spec.engine.extra_args, settings)]
     return Plan(
         namespace=deployment.metadata.namespace,
@@ -51,7 +58,7 @@ def make_plan(deployment: LLMDeployment, backend: Backend = "local") -> Plan:
         generation=deployment.metadata.generation,
         served=_served(deployment),
         source=source_with_revision(deployment),
-        groups=(_engine_group(deployment, settings),),
+        groups=(_engine_group(deployment, settings, num_pods),),
         autoscaling=settings_of(spec.autoscaling, replica_price),
         spec_replicas=desired_replicas(deployment),
         cache=_model_cache(spec.model.cache),
@@ -105,7 +112,7 @@ def desired_replicas(deployment: LLMDeployment) -> int:
     return min(max(deployment.spec.replicas, autoscaling.min_replicas), autoscaling.max_replicas)
 
 
-def _engine_group(deployment: LLMDeployment, settings: dict[str, Any]) -> Group:
+def _engine_group(deployment: LLMDeployment, settings: dict[str, Any], num_pods: int) -> Group:
     spec = deployment.spec
     process = _engine_process(deployment, settings)
     template = spec.template.model_dump(mode="json", exclude_none=True) if spec.template else {}
@@ -114,7 +121,7 @@ def _engine_group(deployment: LLMDeployment, settings: dict[str, Any]) -> Group:
         name=deployment.metadata.name,
         replicas=desired_replicas(deployment),
         process=process,
-        pods_per_replica=_pods_per_replica(deployment),
+        pods_per_replica=num_pods,
         digest=_digest(process, spec.engine.image, spec.engine.version, template),
         strategy=spec.rollout.strategy,
         max_surge=0 if replaces else spec.rollout.max_surge,
@@ -167,11 +174,6 @@ def _model_cache(cache: Cache | None) -> ModelCachePlan | None:
 
 def _secret_key(reference: SecretRef | None) -> SecretKey | None:
     return SecretKey(reference.name, reference.key) if reference else None
-
-
-def _pods_per_replica(deployment: LLMDeployment) -> int:
-    engine, gpus = deployment.spec.engine, deployment.spec.resources.gpus
-    return max(1, engine.tensor_parallel * engine.pipeline_parallel // gpus) if gpus else 1
 
 
 def _digest(process: Process, image: str | None, version: str | None, template: dict[str, Any]) -> str:

@@ -33,6 +33,14 @@ ADAPTERS_ON_CPUS = "only CPUs serve adapters in this version; set spec.resources
 GPU_ONLY = "only a GPU's kernels do that; set spec.resources.gpus to 1"
 
 
+def pods_per_replica(spec: LLMDeploymentSpec, backend: Backend) -> int:
+    """Return the number of pods of one replica. On one machine all its processes are of one engine."""
+    if backend == "local":
+        return 1
+    gpus, size = spec.resources.gpus, spec.engine.tensor_parallel * spec.engine.pipeline_parallel
+    return spec.engine.pods_per_replica or (size // gpus if gpus else 1)
+
+
 def find_problems(spec: LLMDeploymentSpec, backend: Backend) -> Iterator[Problem]:
     """Return the problems of the spec, or of the valid part of a partially read one."""
     checks = [_quantization_problems, _float16_problems, _tensor_parallel_problems, _pipeline_parallel_problems]
@@ -40,7 +48,8 @@ def find_problems(spec: LLMDeploymentSpec, backend: Backend) -> Iterator[Problem
     if backend == "local":
         checks += [_env_problems, _credentials_problems]
     else:
-        checks += [_source_problems, _draft_claim_problems, _loader_problems, template_problems]
+        checks += [_source_problems, _draft_claim_problems, _loader_problems, _group_problems]
+        checks += [template_problems]
     return each_on_its_own(partial(check, spec) for check in checks)
 
 
@@ -132,17 +141,26 @@ def _pipeline_parallel_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
         yield Problem("spec.engine.pipelineParallel", size, message)
 
 
+def _group_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
+    """Yield the problems of a replica of several pods."""
+    pods = pods_per_replica(spec, "kubernetes")
+    if pods > 1 and (spec.model.adapters or spec.engine.lora is not None):
+        message = "adapters are read from folders of one pod, which the others lack; set it to 1, or remove adapters"
+        yield Problem("spec.engine.podsPerReplica", pods, message)
+
+
 def _process_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
     """Yield the problems of the number of processes that compute a model together."""
     size, stages, cpu = spec.engine.tensor_parallel, spec.engine.pipeline_parallel, spec.resources.cpu
     cores = 0 if cpu is None else math.ceil(cpu_cores(cpu))
+    here = size * stages // (spec.engine.pods_per_replica or 1)
     message, speculative = None, spec.engine.speculative
     if size * stages > 1 and speculative is not None and speculative.method in ("draft", "eagle3", "mtp"):
         message = "what drafts does so for one process; set it to 1, or spec.engine.speculative.method to auto"
     elif size * stages > MOST_PROCESSES:
         message = f"tensorParallel x pipelineParallel may be {MOST_PROCESSES} processes at most; lower them"
-    elif not spec.resources.gpus and 0 < cores < size * stages:
-        message = f"{size * stages} processes need a core each; lower it, or raise spec.resources.cpu"
+    elif not spec.resources.gpus and 0 < cores < here:
+        message = f"{here} processes need a core each; lower it, or raise spec.resources.cpu"
     if message is not None:
         name, value = ("tensorParallel", size) if size >= stages else ("pipelineParallel", stages)
         yield Problem(f"spec.engine.{name}", value, message)
@@ -207,4 +225,6 @@ def _meets_on_one_node(spec: LLMDeploymentSpec) -> bool:
     if cache is None or cache.size is None or cache.access_mode == "ReadWriteMany":
         return False
     most = spec.autoscaling.max_replicas if spec.autoscaling else spec.replicas
-    return most > 1 or (spec.rollout.strategy != "Replace" and spec.rollout.max_surge not in (0, "0%"))
+    return most * pods_per_replica(spec, "kubernetes") > 1 or (
+        spec.rollout.strategy != "Replace" and spec.rollout.max_surge not in (0, "0%")
+    )

@@ -202,6 +202,11 @@ class Plan:
         return scaling.max_replicas if scaling is not None and scaling.mode == "Active" else self.replicas
 
     @property
+    def pods_per_replica(self) -> int:
+        """Number of pods that compute the model together; more than one are a group."""
+        return self.groups[0].pods_per_replica
+
+    @property
     def gpus_per_replica(self) -> int:
         return sum(group.process.gpus * group.pods_per_replica for group in self.groups)
 

@@ -18,6 +18,7 @@ from pagemill_kube.client import Client
 from pagemill_operator.backends.base import Cluster
 from pagemill_operator.backends.kubernetes.deletion_cost import costs_to_write, renewing_notes
 from pagemill_operator.backends.kubernetes.differences import (
+    WORKLOADS,
     Answers,
     rolled_out,
     to_apply,
@@ -26,22 +27,30 @@ from pagemill_operator.backends.kubernetes.differences import (
     with_digest,
 )
 from pagemill_operator.backends.kubernetes.in_place import rollout_of
-from pagemill_operator.backends.kubernetes.kinds import BY_NAME
+from pagemill_operator.backends.kubernetes.kinds import BY_NAME, LEADER_WORKER_SET
 from pagemill_operator.backends.kubernetes.model_volume import is_loaded, orphaned_jobs, outdated_jobs
 from pagemill_operator.backends.kubernetes.observe import observe
 from pagemill_operator.backends.kubernetes.ownership import (
+    MAKERS,
     Children,
+    component_of,
     is_ending,
+    is_ready,
     namesake_children,
     own_children,
     own_pods,
 )
 from pagemill_operator.backends.kubernetes.render import render_children, render_tokens
 from pagemill_operator.backends.kubernetes.render.names import (
-    TEMPLATE_ANNOTATION,
+    ENGINE,
+    WORKER,
     adapters_name,
     awake_note,
     engine_name,
+    group_name,
+    pod_template,
+    template_of,
+    workload_at,
 )
 from pagemill_operator.backends.kubernetes.snapshot import (
     DIGEST_ANNOTATION,
@@ -79,7 +88,7 @@ MAX_RENDERED = 64
 
 TRIES = 3
 """Failed turns in a row after which a temporary error is reported as a fault of the deployment."""
-POD_MAKERS = frozenset({"Deployment", "Job"})
+POD_MAKERS = MAKERS
 NEEDED_BY_PODS = frozenset({"NetworkPolicy", "Secret", "ConfigMap"})
 """Kinds that pods depend on: no pod is started without its network policy or its settings."""
 
@@ -129,6 +138,19 @@ class KubernetesCluster(Cluster):
         self._answers: defaultdict[str, Answers] = defaultdict(Answers)
         self._rendered: OrderedDict[str, tuple[tuple[Plan, Owner, RenderContext], list[Manifest]]] = OrderedDict()
         """The manifests rendered last by key, with their inputs: events of one deployment come in bursts."""
+
+    async def read_groups(self, plan: Plan) -> None:
+        """Put the plan's LeaderWorkerSet into the cache, as it is now: no watch does. Raise like `apply_plan`."""
+        at, known = (plan.namespace, group_name(plan.name)), self._known.children(plan.key)
+        in_cache = (LEADER_WORKER_SET.name, at[1]) in known
+        has_pods = any(component_of(pod) == WORKER for pod in self._known.pods(plan.key))
+        if not (plan.pods_per_replica > 1 or in_cache or has_pods):
+            return
+        found = await self._client.find(LEADER_WORKER_SET, *at)
+        if found is not None:
+            self._known.put(LEADER_WORKER_SET.name, found)
+        elif in_cache:
+            self._known.remove(LEADER_WORKER_SET.name, *at)
 
     async def apply_plan(self, plan: Plan) -> bool:
         """Write what differs from the plan; return whether anything was written.
@@ -222,11 +244,11 @@ class KubernetesCluster(Cluster):
 
     async def _rank(self, plan: Plan, writes: Writes, live: Children) -> None:
         """Mark the pods to remove first, just before replicas are removed."""
-        deployment = live.get(("Deployment", engine_name(plan.name)))
+        # The groups with the highest numbers go; there is nothing to choose.
+        deployment = live.get(("Deployment", engine_name(plan.name))) if plan.pods_per_replica == 1 else None
         if deployment is None or plan.all_replicas >= deployment["spec"].get("replicas", 1):
             return
-        annotations = deployment["spec"]["template"]["metadata"].get("annotations", {})
-        template = annotations.get(TEMPLATE_ANNOTATION)
+        template = template_of(deployment["spec"]["template"])
         pods = self._known.pods(plan.key)
         held, asleep = self._held(plan.key), self._asleep(plan.key)
         await writes.annotate(costs_to_write(pods, held, plan.all_replicas, template, asleep))
@@ -245,9 +267,12 @@ class KubernetesCluster(Cluster):
             await writes.apply([manifest for manifest in changes if manifest["kind"] in POD_MAKERS], live)
 
     async def _adjust(self, plan: Plan, writes: Writes, wanted: list[Manifest], live: Children) -> None:
-        """Make the changes that an apply cannot: replace Jobs, and scale Deployments that are not
-        rendered.
+        """Make the changes that an apply cannot: replace Jobs, scale workloads that are not rendered, and remove one
+        of the other kind once replicas of this kind serve.
         """
+        other = [child for at, child in live.items() if at[0] in WORKLOADS and at != workload_at(plan)]
+        if other and self._serves(plan, live):
+            await writes.delete(child for child in other if not is_ending(child))
         outdated = list(outdated_jobs(plan, wanted, live))
         await writes.delete(outdated)
         await writes.adopt(orphaned_jobs(wanted, live, outdated))
@@ -255,8 +280,17 @@ class KubernetesCluster(Cluster):
         # scaled.
         rendered = {_at(manifest) for manifest in wanted}
         for at, child in live.items():
-            if at[0] == "Deployment" and at not in rendered and child["spec"].get("replicas", 1) != plan.all_replicas:
+            if at == workload_at(plan) and at not in rendered and child["spec"].get("replicas", 1) != plan.all_replicas:
                 await writes.scale(child, plan.all_replicas, awake_note(plan))
+
+    def _serves(self, plan: Plan, live: Children) -> bool:
+        """Whether a replica that the plan's own workload makes is ready, or none is wanted."""
+        workload = live.get(workload_at(plan))
+        if workload is None:
+            return False
+        newest = template_of(pod_template(workload))
+        engines = [pod for pod in self._known.pods(plan.key) if component_of(pod) == ENGINE]
+        return not plan.replicas or any(template_of(pod) == newest and is_ready(pod) for pod in engines)
 
     def _note(self, key: str, writes: Writes) -> None:
         """Record the errors of the turn. Raise a temporary one."""
@@ -293,10 +327,10 @@ class KubernetesCluster(Cluster):
     def _unwanted(self, owner: Manifest, wanted: list[Manifest]) -> list[Manifest]:
         key = f"{owner['metadata']['namespace']}/{owner['metadata']['name']}"
         live, pods = own_children(self._known.children(key), owner), self._known.pods(key)
-        deployments = [child for (kind, _), child in live.items() if kind == "Deployment"]
-        if not all(rolled_out(deployment) for deployment in deployments):
+        workloads = [child for (kind, _), child in live.items() if kind in WORKLOADS]
+        if not all(rolled_out(workload, pods) for workload in workloads):
             live = {at: child for at, child in live.items() if at[0] != "ConfigMap"}
-        return list(to_delete(wanted, live, used_config_maps(pods, deployments)))
+        return list(to_delete(wanted, live, used_config_maps(pods, workloads)))
 
 
 def _owner(owner: Manifest) -> Owner:

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
-from pagemill_operator.backends.kubernetes.ownership import is_ending
+from pagemill_operator.backends.kubernetes.ownership import component_of, is_ending, is_ready
 from pagemill_operator.backends.kubernetes.render.names import ADAPTERS_ANNOTATION, ENGINE, TEMPLATE_ANNOTATION
-from pagemill_operator.backends.kubernetes.snapshot import COMPONENT_LABEL, Manifest
+from pagemill_operator.backends.kubernetes.snapshot import Manifest
 from pagemill_operator.load.store import emptiest_first
 from pagemill_protocol.report.load import EngineReport
 
@@ -43,7 +43,7 @@ def costs_to_write(
     `asleep` holds the uids of sleeping pods.
     """
     live = [pod for pod in pods if _is_live(pod) and _annotations(pod).get(TEMPLATE_ANNOTATION) == template]
-    ready = [pod for pod in live if _is_ready(pod) and _uid(pod) not in asleep]
+    ready = [pod for pod in live if is_ready(pod) and _uid(pod) not in asleep]
     resting = [pod for pod in live if _uid(pod) in asleep]
     if len(live) > replicas and len(ready) + len(resting) < len(live):
         for pod in resting:
@@ -73,14 +73,9 @@ def renewing_notes(pods: Collection[Manifest], digest: str) -> Iterator[PodNote]
 
 
 def _is_live(pod: Manifest) -> bool:
-    if is_ending(pod) or pod["metadata"].get("labels", {}).get(COMPONENT_LABEL) != ENGINE:
+    if is_ending(pod) or component_of(pod) != ENGINE:
         return False
     return pod.get("status", {}).get("phase") not in ("Failed", "Succeeded")
-
-
-def _is_ready(pod: Manifest) -> bool:
-    conditions = pod.get("status", {}).get("conditions") or []
-    return any(condition["type"] == "Ready" and condition["status"] == "True" for condition in conditions)
 
 
 def _uid(pod: Manifest) -> str:

@@ -13,12 +13,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from decimal import Decimal
 from typing import Any
 
+from pagemill_operator.backends.kubernetes.ownership import component_of
+from pagemill_operator.backends.kubernetes.render.names import ENGINE, pod_template, template_of
 from pagemill_operator.backends.kubernetes.slim import slim
 from pagemill_operator.backends.kubernetes.snapshot import DIGEST_ANNOTATION, Manifest
 
 Children = Mapping[tuple[str, str], Manifest]
 REMOVABLE = frozenset({"Job", "PersistentVolumeClaim", "NetworkPolicy", "PodDisruptionBudget", "PodMonitor"})
 """Kinds whose unwanted objects are deleted at once. A Deployment, Service or Secret is deleted only with its owner."""
+WORKLOADS = ("Deployment", "LeaderWorkerSet")
 _LIST_KEYS = ("name", "mountPath", "containerPort", "port", "key")
 """Fields that identify an item of a list to which other writers may add items."""
 _QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]*)?)(?:(n|u|m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)|[eE]([+-]?[0-9]{1,2}))?")
@@ -103,10 +106,9 @@ def to_delete(wanted: Iterable[Manifest], live: Children, used_config_maps: froz
             yield child
 
 
-def used_config_maps(pods: Iterable[Manifest], deployments: Iterable[Manifest]) -> frozenset[str]:
+def used_config_maps(pods: Iterable[Manifest], workloads: Iterable[Manifest]) -> frozenset[str]:
     """Return the names of ConfigMaps that pods mount, or that an unfinished rollout may still start pods with."""
-    pods, deployments = list(pods), list(deployments)
-    templates = [deployment["spec"]["template"] for deployment in deployments]
+    templates = [pod_template(workload) for workload in workloads]
     names = {
         volume["configMap"]["name"]
         for pod in [*pods, *templates]
@@ -116,10 +118,14 @@ def used_config_maps(pods: Iterable[Manifest], deployments: Iterable[Manifest]) 
     return frozenset(names)
 
 
-def rolled_out(deployment: Manifest) -> bool:
-    """Whether every pod has the newest template, so that older ReplicaSets start no more pods."""
-    status, wanted = deployment.get("status", {}), deployment["spec"].get("replicas", 1)
-    if status.get("observedGeneration", 0) < deployment["metadata"].get("generation", 0):
+def rolled_out(workload: Manifest, pods: Iterable[Manifest]) -> bool:
+    """Whether every pod has the newest template, so that older ReplicaSets and groups start no more pods."""
+    status, wanted = workload.get("status", {}), workload["spec"].get("replicas", 1)
+    if workload["kind"] == "LeaderWorkerSet":  # its status does not say which generation it is of
+        newest = template_of(pod_template(workload))
+        if any(template_of(pod) != newest for pod in pods if component_of(pod) == ENGINE):
+            return False
+    elif status.get("observedGeneration", 0) < workload["metadata"].get("generation", 0):
         return False
     return bool(status.get("updatedReplicas", 0) == status.get("replicas", 0) == wanted)
 
@@ -169,7 +175,7 @@ def _amount(value: str | int | float) -> Decimal | None:
 
 def _guarded(manifest: Manifest, live: Manifest) -> Manifest:
     """Add the resourceVersion if the replicas change: the count applies only to the version that it was decided on."""
-    if manifest["kind"] != "Deployment" or manifest["spec"].get("replicas") == live["spec"].get("replicas"):
+    if manifest["kind"] not in WORKLOADS or manifest["spec"].get("replicas") == live["spec"].get("replicas"):
         return manifest
     metadata = {**manifest["metadata"], "resourceVersion": live["metadata"]["resourceVersion"]}
     return {**manifest, "metadata": metadata}

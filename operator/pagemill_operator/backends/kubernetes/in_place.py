@@ -12,14 +12,15 @@ from collections.abc import Iterable, Iterator
 from datetime import datetime
 from typing import NamedTuple
 
-from pagemill_operator.backends.kubernetes.ownership import Children
+from pagemill_operator.backends.kubernetes.ownership import Children, component_of, is_ready
 from pagemill_operator.backends.kubernetes.render.names import (
     ENGINE,
     IN_PLACE_ANNOTATION,
-    TEMPLATE_ANNOTATION,
-    engine_name,
+    pod_template,
+    template_of,
+    workload_at,
 )
-from pagemill_operator.backends.kubernetes.snapshot import COMPONENT_LABEL, Manifest
+from pagemill_operator.backends.kubernetes.snapshot import Manifest
 from pagemill_operator.plan.types import Plan
 
 STUCK_S = 60.0
@@ -37,12 +38,12 @@ class Rollout(NamedTuple):
 
 def rollout_of(plan: Plan, owner: Manifest, children: Children, pods: Iterable[Manifest], now: datetime) -> Rollout:
     """Return how the deployment's rollout goes on."""
-    deployment = children.get(("Deployment", engine_name(plan.name)))
+    deployment = children.get(workload_at(plan))
     if deployment is None or not plan.groups[0].surge:
         return Rollout()
-    current = _note(deployment["spec"]["template"], TEMPLATE_ANNOTATION)
+    current = template_of(pod_template(deployment))
     live = [pod for pod in pods if _is_live(pod)]
-    older = [pod for pod in live if _note(pod, TEMPLATE_ANNOTATION) != current]
+    older = [pod for pod in live if template_of(pod) != current]
     if not older:
         return Rollout()
     if plan.groups[0].strategy == "Auto" and (why := _note(deployment, IN_PLACE_ANNOTATION)):
@@ -51,7 +52,7 @@ def rollout_of(plan: Plan, owner: Manifest, children: Children, pods: Iterable[M
     stuck_s = [
         (now - since).total_seconds()
         for pod in live
-        if _note(pod, TEMPLATE_ANNOTATION) == current
+        if template_of(pod) == current
         for since in _unschedulable_since(pod)
     ]
     if plan.groups[0].strategy != "Auto" or not why:
@@ -76,7 +77,7 @@ _BOTH_WAYS = (
 
 def _survives(plan: Plan, owner: Manifest, live: list[Manifest]) -> str:
     """Return why requests survive if one ready replica is removed first; empty if they may not."""
-    if sum(_is_ready(pod) for pod in live) > 1:
+    if sum(is_ready(pod) for pod in live) > 1:
         return "another replica serves meanwhile"
     start_ms = (owner.get("status") or {}).get("lastStart", {}).get("totalMs")
     queue = plan.served.queue
@@ -98,13 +99,9 @@ _UNSCHEDULABLE = ("PodScheduled", "False", "Unschedulable")
 
 def _is_live(pod: Manifest) -> bool:
     metadata, phase = pod["metadata"], pod.get("status", {}).get("phase")
-    is_engine = metadata.get("labels", {}).get(COMPONENT_LABEL) == ENGINE
-    return is_engine and not metadata.get("deletionTimestamp") and phase not in ("Failed", "Succeeded")
-
-
-def _is_ready(pod: Manifest) -> bool:
-    conditions = pod.get("status", {}).get("conditions") or []
-    return any((condition["type"], condition["status"]) == ("Ready", "True") for condition in conditions)
+    return (
+        component_of(pod) == ENGINE and not metadata.get("deletionTimestamp") and phase not in ("Failed", "Succeeded")
+    )
 
 
 def _note(manifest: Manifest, name: str) -> str:

@@ -13,6 +13,9 @@ CONFIG_MAP = Kind("ConfigMap", "", "v1", "configmaps")
 EVENT = Kind("Event", "", "v1", "events")
 LEASE = Kind("Lease", "coordination.k8s.io", "v1", "leases")
 AUTOSCALER = Kind("HorizontalPodAutoscaler", "autoscaling", "v2", "horizontalpodautoscalers")
+LEADER_WORKER_SET = Kind("LeaderWorkerSet", "leaderworkerset.x-k8s.io", "v1", "leaderworkersets")
+"""Makes the pods of replicas that have several. Not watched, because many clusters lack it: it is read in each turn of
+a deployment that has one."""
 POD_MONITOR = Kind("PodMonitor", "monitoring.coreos.com", "v1", "podmonitors")
 
 CHILD_KINDS = (
@@ -28,4 +31,4 @@ CHILD_KINDS = (
 """Kinds of children that every cluster has, in the order in which they are applied: pods come last."""
 
 WATCHED_KINDS = (LLM_DEPLOYMENT, LORA_ADAPTER, POD, AUTOSCALER, *CHILD_KINDS)
-BY_NAME = {kind.name: kind for kind in (*WATCHED_KINDS, POD_MONITOR, EVENT, LEASE)}
+BY_NAME = {kind.name: kind for kind in (*WATCHED_KINDS, LEADER_WORKER_SET, POD_MONITOR, EVENT, LEASE)}

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Mapping
 from datetime import datetime, timedelta
 from typing import Any
 
-from pagemill_operator.backends.kubernetes.snapshot import FIELD_MANAGER, MANAGED_BY_LABEL, Manifest
+from pagemill_operator.backends.kubernetes.snapshot import COMPONENT_LABEL, FIELD_MANAGER, MANAGED_BY_LABEL, Manifest
 
 CLOCK_SKEW_S = 5.0
 """Seconds by which the clocks of API servers may differ; each stamps the objects that it creates."""
-MAKERS = frozenset({"Deployment", "Job"})
+MAKERS = frozenset({"Deployment", "LeaderWorkerSet", "Job"})
 """Kinds of children that make pods."""
 Children = Mapping[tuple[str, str], Manifest]
 
@@ -56,6 +56,15 @@ def controls(maker: Manifest, pod: Manifest) -> bool:
 
 def is_ending(manifest: Manifest) -> bool:
     return bool(manifest["metadata"].get("deletionTimestamp"))
+
+
+def is_ready(pod: Manifest) -> bool:
+    conditions = pod.get("status", {}).get("conditions") or []
+    return any((condition["type"], condition["status"]) == ("Ready", "True") for condition in conditions)
+
+
+def component_of(pod: Manifest) -> str:
+    return str((pod["metadata"].get("labels") or {}).get(COMPONENT_LABEL, ""))
 
 
 def _is_of_namesake(child: Manifest, owner: Manifest) -> bool:

@@ -132,6 +132,8 @@ class Reconciler:
         plan, problems = self._read(key, owner)
         if plan is None:
             return await self._cluster.report_invalid(key, problems)
+        # Before the number of replicas is decided, which begins with what the cluster has.
+        await self._cluster.read_groups(plan)
         plan = replace(plan, adapters=self._cache.adapters.wanted(key) if plan.serves_adapters else ())
         return await self._cluster.apply_plan(self._scaled(plan))
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pagemill_operator.autoscaler.records import Record, log_line
 from pagemill_operator.autoscaler.settings import ScalingSettings
 from pagemill_operator.backends.kubernetes.backend import KubernetesCluster
-from pagemill_operator.backends.kubernetes.render.names import AWAKE_ANNOTATION, engine_name
+from pagemill_operator.backends.kubernetes.render.names import AWAKE_ANNOTATION, workload_at
 from pagemill_operator.backends.scaler import Scaler
 from pagemill_operator.controller.reporting.events import EventRecorder
 from pagemill_operator.controller.reporting.metrics import OperatorMetrics
@@ -126,7 +126,7 @@ class AutoscalingLoop:
         """
         if plan.autoscaling is None or plan.autoscaling.mode != "Active":
             return plan.spec_replicas
-        deployment = self._cache.children(plan.key).get(("Deployment", engine_name(plan.name)))
+        deployment = self._cache.children(plan.key).get(workload_at(plan))
         if deployment is None:
             return plan.spec_replicas
         awake = (deployment["metadata"].get("annotations") or {}).get(AWAKE_ANNOTATION, "")

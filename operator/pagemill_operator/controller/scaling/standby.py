@@ -118,12 +118,15 @@ class Standby:
             plan, replicas, {name: held[_uid(pod)] for name, pod in pods.items() if _uid(pod) in held}
         )
         free = [name for name, pod in pods.items() if _uid(pod) not in self._pending_calls]
-        sleep = standby_actions.sleep if self._is_settled(key, plan) else []
+        sleep = standby_actions.sleep if self._is_settled(key, plan, replicas) else []
         return StandbyActions(
             [name for name in standby_actions.wake if name in free], [name for name in sleep if name in free]
         )
 
-    def _is_settled(self, key: str, plan: Plan) -> bool:
+    def _is_settled(self, key: str, plan: Plan, replicas: Sequence[ReplicaObservation]) -> bool:
+        if plan.pods_per_replica > 1:
+            digest = plan.groups[0].digest
+            return len(replicas) == plan.all_replicas and all(each.digest == digest for each in replicas)
         deployment = self._cache.children(key).get(("Deployment", engine_name(plan.name)), {})
         conditions = deployment.get("status", {}).get("conditions") or []
         return any(each["type"] == "Progressing" and each.get("reason") == SETTLED for each in conditions)

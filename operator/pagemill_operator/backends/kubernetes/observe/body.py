@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from pydantic.alias_generators import to_camel
 
 from pagemill_crds.status import LLMDeploymentStatus, LoadSummary, PlanSummary, Start
-from pagemill_operator.backends.kubernetes.render.names import engine_name, selector_text
+from pagemill_operator.backends.kubernetes.render.names import pod_template, selector_text, workload_at
 from pagemill_operator.backends.kubernetes.snapshot import Snapshot
 from pagemill_operator.plan.types import Plan
 from pagemill_operator.status.conditions import find_conditions, merge_conditions
@@ -85,16 +85,16 @@ def _plan_summary(
         "modelName": plan.model_name,
         **_former_name(old, plan.model_name, bool(observation.older()), now),
         "digest": group.digest,
-        "engineVersion": _engine_version(snapshot),
+        "engineVersion": _engine_version(snapshot, plan),
         "podsPerReplica": group.pods_per_replica,
         "notes": [str(note) for note in plan.notes[:MAX_NOTES]],
     }
 
 
-def _engine_version(snapshot: Snapshot) -> str:
+def _engine_version(snapshot: Snapshot, plan: Plan) -> str:
     """Return the tag of the engines' image, or "" if it has none."""
-    deployment = snapshot.child("Deployment", engine_name(snapshot.name))
-    containers = deployment["spec"]["template"]["spec"]["containers"] if deployment else []
+    workload = snapshot.child(*workload_at(plan))
+    containers = pod_template(workload)["spec"]["containers"] if workload else []
     image = next((str(container.get("image", "")) for container in containers if container["name"] == "engine"), "")
     match = re.search(r":([^:/@]+)(@|$)", image)
     return match[1] if match else ""

@@ -8,7 +8,7 @@ from pagemill_operator.backends.kubernetes.observe.cause import Cause, quote, wi
 from pagemill_operator.backends.kubernetes.snapshot import ApplyError
 from pagemill_operator.status.observation import Fault
 
-_TEMPLATED = ("Deployment", "Job")
+_TEMPLATED = ("Deployment", "LeaderWorkerSet", "Job")
 _MALFORMED = (422, 500)
 """Status codes of malformed fields: server-side apply answers 500 to a wrong type. Server faults never come here."""
 _DENIED = r"denied (the )?request"
@@ -69,6 +69,13 @@ def not_applied(error: ApplyError) -> Fault:
     what = f"the {error.kind} {error.name} is refused ({words})"
     if error.is_transient:
         return _not_answered(error)
+    if error.kind == "LeaderWorkerSet" and error.status_code == 404:
+        remedy = (
+            "install its controller (https://lws.sigs.k8s.io/docs/installation/, tested with 0.7), or set "
+            "spec.engine.podsPerReplica to 1"
+        )
+        message = f"replicas of several pods need LeaderWorkerSets, which this cluster lacks: {remedy}"
+        return Fault("Scheduled", "LeaderWorkerSetMissing", message)
     if error.reason == "AlreadyExists":
         return Fault("Scheduled", "NameTaken", quote(error.message))
     if error.kind == "PersistentVolumeClaim" and re.search(_NOT_RESIZABLE, error.message, re.IGNORECASE):

@@ -11,17 +11,27 @@ from pagemill_operator.backends.kubernetes.in_place import Rollout, rollout_of
 from pagemill_operator.backends.kubernetes.model_volume import is_loaded, left_running
 from pagemill_operator.backends.kubernetes.observe.cause import Cause
 from pagemill_operator.backends.kubernetes.observe.creation import not_applied, not_created
-from pagemill_operator.backends.kubernetes.observe.pods import observe_pod, runs_loader
+from pagemill_operator.backends.kubernetes.observe.groups import (
+    GROUPS_S,
+    HALF_PLACED_S,
+    groups_not_made,
+    observe_group,
+    workers_of,
+)
+from pagemill_operator.backends.kubernetes.observe.pods import left_s, observe_pod, runs_loader
 from pagemill_operator.backends.kubernetes.observe.scheduling import volume_message
-from pagemill_operator.backends.kubernetes.ownership import controls
+from pagemill_operator.backends.kubernetes.ownership import controls, is_ready
 from pagemill_operator.backends.kubernetes.render.loader import loader_name
 from pagemill_operator.backends.kubernetes.render.names import (
     ENGINE,
     GENERATION_ANNOTATION,
     LOADER,
-    TEMPLATE_ANNOTATION,
+    WORKER,
     claim_name,
     engine_name,
+    pod_template,
+    template_of,
+    workload_at,
 )
 from pagemill_operator.backends.kubernetes.snapshot import Manifest, Snapshot
 from pagemill_operator.plan.types import Plan, Problem, Process
@@ -55,7 +65,7 @@ def observe(snapshot: Snapshot, plan: Plan | None, now: datetime | None = None) 
         conflict=snapshot.conflict,
         unplanned=_unplanned(snapshot, plan, replicas) if plan else None,
         invalid=snapshot.invalid,
-        fault=_fault(snapshot, loader),
+        fault=_fault(snapshot, plan, loader, now),
         loader=loader,
         warnings=tuple(_warnings(snapshot, plan)) if plan else (),
         progress=snapshot.progress,
@@ -90,24 +100,28 @@ def _warnings(snapshot: Snapshot, plan: Plan) -> Iterator[Fault]:
 
 
 def _replicas(snapshot: Snapshot, plan: Plan | None, now: datetime | None) -> list[ReplicaObservation]:
-    current = _current_template(snapshot)
+    current = _current_template(snapshot, plan)
     process = plan.groups[0].process if plan else None
-    observed = []
-    for pod in snapshot.component_pods(ENGINE):
-        is_current = current is not None and _annotations(pod).get(TEMPLATE_ANNOTATION) == current
-        digest = plan.groups[0].digest if plan and is_current else OLDER
+
+    def observed(pod: Manifest) -> ReplicaObservation:
+        digest = plan.groups[0].digest if plan and template_of(pod) == current else OLDER
         sleeps = pod["metadata"].get("uid") in snapshot.asleep
         seen = observe_pod(pod, ENGINE, digest, process, sleeps=sleeps, loads=bool(snapshot.progress))
-        observed.append(_with_policy(snapshot, _with_claim(snapshot, seen, now)))
-    return observed
+        return _with_policy(snapshot, _with_claim(snapshot, seen, now))
+
+    workers = snapshot.component_pods(WORKER)
+    return [
+        observe_group(pod, observed(pod), {at: observed(each) for at, each in workers_of(pod, workers)}, now)
+        for pod in snapshot.component_pods(ENGINE)
+    ]
 
 
-def _current_template(snapshot: Snapshot) -> str | None:
+def _current_template(snapshot: Snapshot, plan: Plan | None) -> str | None:
     """Return the digest of the pod template of this generation of the spec, or None if there is none yet."""
-    deployment = snapshot.child("Deployment", engine_name(snapshot.name))
-    if deployment is None or _annotations(deployment).get(GENERATION_ANNOTATION) != str(snapshot.generation):
+    workload = snapshot.child(*workload_at(plan)) if plan else None
+    if workload is None or _annotations(workload).get(GENERATION_ANNOTATION) != str(snapshot.generation):
         return None
-    return _annotations(deployment["spec"]["template"]).get(TEMPLATE_ANNOTATION)
+    return template_of(pod_template(workload)) or None
 
 
 def _loader(snapshot: Snapshot, plan: Plan, now: datetime | None) -> ReplicaObservation | None:
@@ -164,6 +178,10 @@ def _requeue_after_s(snapshot: Snapshot, plan: Plan | None, now: datetime | None
         waits.append(left_s(claim, VOLUME_S, now))
     if any(map(runs_loader, snapshot.pods)):
         waits.append(PROGRESS_S)
+    if plan is not None and plan.pods_per_replica > 1:
+        waits += [left_s(pod, HALF_PLACED_S, now) for pod in snapshot.component_pods(ENGINE) if not is_ready(pod)]
+        if groups := snapshot.child(*workload_at(plan)):
+            waits.append(left_s(groups, GROUPS_S, now))
     job = snapshot.child("Job", (plan and loader_name(plan)) or "")
     if job and _waits_for_its_pod(job) and not _is_true(job, "Complete"):
         waits.append(left_s(job, LOADER_POD_S, now))
@@ -189,12 +207,18 @@ def _with_claim(snapshot: Snapshot, seen: ReplicaObservation, now: datetime | No
     return ReplicaObservation(seen.name, seen.phase, seen.digest, "VolumePending", message)
 
 
-def _fault(snapshot: Snapshot, loader: ReplicaObservation | None) -> Fault | None:
+def _fault(
+    snapshot: Snapshot, plan: Plan | None, loader: ReplicaObservation | None, now: datetime | None
+) -> Fault | None:
     """Return what keeps pods from existing or from becoming ready, or None."""
     if snapshot.apply_errors:
         return min((not_applied(error) for error in snapshot.apply_errors), key=lambda fault: fault.stage != "Planned")
     if lost := _lost_claim(snapshot):
         return Fault("Scheduled", *lost)
+    if plan is not None and plan.pods_per_replica > 1:
+        groups = snapshot.child(*workload_at(plan))
+        has_pods = bool(snapshot.component_pods(ENGINE))
+        return None if groups is None or has_pods else groups_not_made(groups, left_s(groups, GROUPS_S, now))
     deployment = snapshot.child("Deployment", engine_name(snapshot.name))
     if deployment is None or loader is not None:
         return None
@@ -250,13 +274,3 @@ def _condition(manifest: Manifest, kind: str) -> dict[str, Any]:
 def _is_true(manifest: Manifest, kind: str) -> dict[str, Any] | None:
     condition = _condition(manifest, kind)
     return condition if condition.get("status") == "True" else None
-
-
-def left_s(manifest: Manifest, patience_s: float, now: datetime | None) -> float:
-    """Return the seconds until the object is `patience_s` old; 0 if it is older or if a time is unknown."""
-    created = manifest["metadata"].get("creationTimestamp")
-    if created is None or now is None:
-        return 0.0
-    age_s = (now - datetime.fromisoformat(created)).total_seconds()
-    # A clock that was set back must not hide a fault for ever.
-    return patience_s - age_s if 0 <= age_s < patience_s else 0.0

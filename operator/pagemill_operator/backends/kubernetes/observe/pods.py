@@ -172,6 +172,16 @@ def _was_ready(pod: Manifest, status: dict[str, Any]) -> bool:
     return datetime.fromisoformat(unready_since) > datetime.fromisoformat(running_since) + CLOCK_STEP
 
 
+def left_s(manifest: Manifest, patience_s: float, now: datetime | None) -> float:
+    """Return the seconds until the object is `patience_s` old; 0 if it is older or if a time is unknown."""
+    created = manifest["metadata"].get("creationTimestamp")
+    if created is None or now is None:
+        return 0.0
+    age_s = (now - datetime.fromisoformat(created)).total_seconds()
+    # A clock that was set back must not hide a fault for ever.
+    return patience_s - age_s if 0 <= age_s < patience_s else 0.0
+
+
 def _with_container_name(status: dict[str, Any], main: str, cause: Cause) -> Cause:
     """Name the container in the cause if it is one that the user has added."""
     if status["name"] == main:

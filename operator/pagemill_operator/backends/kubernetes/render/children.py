@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pagemill_operator.backends.kubernetes.kinds import LEADER_WORKER_SET
 from pagemill_operator.backends.kubernetes.render.config import render_adapters, render_config, render_tokens
 from pagemill_operator.backends.kubernetes.render.loader import render_claim, render_loader
 from pagemill_operator.backends.kubernetes.render.names import (
@@ -13,6 +14,8 @@ from pagemill_operator.backends.kubernetes.render.names import (
     awake_note,
     child,
     engine_name,
+    group_name,
+    group_pods,
     selector,
 )
 from pagemill_operator.backends.kubernetes.render.network import (
@@ -20,7 +23,7 @@ from pagemill_operator.backends.kubernetes.render.network import (
     render_pod_monitor,
     render_service,
 )
-from pagemill_operator.backends.kubernetes.render.pod import engine_template
+from pagemill_operator.backends.kubernetes.render.pod import engine_template, is_of_group, worker_template
 from pagemill_operator.backends.kubernetes.snapshot import Manifest, Owner, RenderContext
 from pagemill_operator.plan.types import Group, Plan
 
@@ -53,7 +56,8 @@ def _children(plan: Plan, owner: Owner, context: RenderContext) -> Iterator[Mani
         yield render_config(plan, owner, context)
         if plan.serves_adapters:
             yield render_adapters(plan, owner)
-        yield render_deployment(plan, owner, context)
+        is_group = plan.pods_per_replica > 1
+        yield render_groups(plan, owner, context) if is_group else render_deployment(plan, owner, context)
 
 
 def render_deployment(plan: Plan, owner: Owner, context: RenderContext) -> Manifest:
@@ -67,11 +71,53 @@ def render_deployment(plan: Plan, owner: Owner, context: RenderContext) -> Manif
         "revisionHistoryLimit": REVISION_HISTORY,
         "template": engine_template(plan, context),
     }
-    deployment = child("apps/v1", "Deployment", engine_name(plan.name), owner, spec=spec)
+    return _annotated(child("apps/v1", "Deployment", engine_name(plan.name), owner, spec=spec), plan, context)
+
+
+def render_groups(plan: Plan, owner: Owner, context: RenderContext) -> Manifest:
+    """Render the LeaderWorkerSet, which makes each replica as a group of pods and restarts it as a whole.
+
+    At least one group may be missing during a rollout: its controller adds no group to a single one, and
+    StatefulSets refuse 0.
+    """
+    rolling = _rolling_update(plan.groups[0], context)
+    leader = engine_template(plan, context)
+    spec = {
+        "replicas": plan.all_replicas,
+        "startupPolicy": "LeaderCreated",
+        "rolloutStrategy": {
+            "type": "RollingUpdate",
+            "rollingUpdateConfiguration": {
+                "maxSurge": rolling["maxSurge"],
+                "maxUnavailable": max(1, plan.groups[0].unavailable),
+                "partition": 0,
+            },
+        },
+        "networkConfig": {"subdomainPolicy": "Shared"},
+        "leaderWorkerTemplate": {
+            "size": plan.pods_per_replica,
+            "restartPolicy": "RecreateGroupOnPodRestart",
+            "leaderTemplate": leader,
+            "workerTemplate": worker_template(plan, context, leader),
+        },
+    }
+    groups = child(LEADER_WORKER_SET.api_version, LEADER_WORKER_SET.name, group_name(plan.name), owner, spec=spec)
+    given = plan.groups[0].template.get("metadata") or {}
+    for each in ("labels", "annotations"):
+        names = groups["metadata"].setdefault(each, {})
+        names |= {name: value for name, value in (given.get(each) or {}).items() if is_of_group(name)}
+    return _annotated(groups, plan, context)
+
+
+def _annotated(workload: Manifest, plan: Plan, context: RenderContext) -> Manifest:
+    """Add the notes by which pods are compared with the plan."""
     notes = {GENERATION_ANNOTATION: str(plan.generation), AWAKE_ANNOTATION: awake_note(plan)}
     notes[IN_PLACE_ANNOTATION] = context.in_place or None
-    deployment["metadata"]["annotations"] = {name: note for name, note in notes.items() if note is not None}
-    return deployment
+    metadata = workload["metadata"]
+    metadata["annotations"] = metadata.get("annotations", {}) | {
+        name: note for name, note in notes.items() if note is not None
+    }
+    return workload
 
 
 def _rolling_update(group: Group, context: RenderContext) -> dict[str, int | str]:
@@ -85,9 +131,11 @@ def render_disruption_budget(plan: Plan, owner: Owner) -> Manifest:
 
     Pods that are not ready may always be evicted; otherwise a broken pod would block a node's drain.
     """
+    # With one pod of a group all are missing, so that no second group is disrupted.
+    is_group = plan.pods_per_replica > 1
     spec = {
         "maxUnavailable": 1 + plan.standby,
-        "selector": {"matchLabels": selector(plan.name)},
+        "selector": group_pods(plan.name) if is_group else {"matchLabels": selector(plan.name)},
         "unhealthyPodEvictionPolicy": "AlwaysAllow",
     }
     return child("policy/v1", "PodDisruptionBudget", engine_name(plan.name), owner, spec=spec)

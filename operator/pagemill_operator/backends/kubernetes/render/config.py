@@ -43,6 +43,8 @@ def settings_text(plan: Plan, context: RenderContext) -> str:
         content["engine"]["speculative"]["source"] = opened_source(plan, plan.draft_source)
     if plan.serves_adapters:
         content["engine"]["adapters_file"] = f"{ADAPTERS_PATH}/{ADAPTERS_FILE}"
+    if plan.pods_per_replica > 1:
+        content["engine"]["nodes"]["tokens_file"] = f"{TOKEN_PATH}/{TOKENS_FILE}"
     if keeps_kernels(plan):
         content["engine"]["kernel_cache_dir"] = KERNELS_PATH
     content["server"] |= {

@@ -17,10 +17,12 @@ PROBE_GRACE_S = 30
 """Seconds that a container has to end after a failed liveness probe: it hangs, so it does not get its drain time."""
 
 
-def engine_container(plan: Plan, context: RenderContext) -> dict[str, Any]:
+def engine_container(plan: Plan, context: RenderContext, *, serves: bool = True) -> dict[str, Any]:
+    """Return the container; one that does not serve only computes for its group: it has no ports, and ends if it
+    fails."""
     group = plan.groups[0]
     process = group.process
-    ports = engine_ports(plan, context)
+    ports = engine_ports(plan, context) if serves else {}
     return {
         "name": CONTAINER,
         "image": engine_image(group, context),
@@ -28,7 +30,7 @@ def engine_container(plan: Plan, context: RenderContext) -> dict[str, Any]:
         "args": ["--settings", settings_path()],
         "env": environment(process),
         "ports": [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in ports.items()],
-        **_probes(process, "HTTPS" if context.engine_tls_secret else "HTTP"),
+        **(_probes(process, "HTTPS" if context.engine_tls_secret else "HTTP") if serves else {}),
         "lifecycle": {"preStop": {"exec": {"command": _drain_command()}}},
         "resources": _resources(process),
         "securityContext": container_security(),

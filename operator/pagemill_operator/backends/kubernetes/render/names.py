@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 from pagemill_crds import KIND, STORED_API_VERSION
+from pagemill_operator.backends.kubernetes.kinds import LEADER_WORKER_SET
 from pagemill_operator.backends.kubernetes.snapshot import (
     COMPONENT_LABEL,
     MANAGED_BY_LABEL,
@@ -17,7 +18,8 @@ from pagemill_operator.backends.kubernetes.snapshot import (
 )
 from pagemill_operator.plan.types import Plan
 
-ENGINE, LOADER = "engine", "loader"
+ENGINE, LOADER, WORKER = "engine", "loader", "worker"
+"""Components of pods. `worker`: a pod of a group that only computes; the group's first pod is its engine."""
 GENERATION_ANNOTATION = "pagemill.dev/generation"
 """On the Deployment: the generation of the resource that it was rendered from."""
 AWAKE_ANNOTATION = "pagemill.dev/awake"
@@ -43,6 +45,32 @@ def engine_name(name: str) -> str:
     return f"{name}-engine"
 
 
+def group_name(name: str) -> str:
+    """Return the name of the LeaderWorkerSet, whose controller makes a Service of the same name."""
+    return f"{name}-group"
+
+
+def workload_at(plan: Plan) -> tuple[str, str]:
+    """Return kind and name of the object that makes the plan's pods."""
+    if plan.pods_per_replica > 1:
+        return LEADER_WORKER_SET.name, group_name(plan.name)
+    return "Deployment", engine_name(plan.name)
+
+
+def pod_template(workload: Manifest) -> Manifest:
+    """Return the template of the pods that serve."""
+    spec = workload["spec"]
+    template: Manifest = (
+        spec["leaderWorkerTemplate"]["leaderTemplate"] if "leaderWorkerTemplate" in spec else spec["template"]
+    )
+    return template
+
+
+def template_of(manifest: Manifest) -> str:
+    """Return the digest of the template of a pod, or of a template."""
+    return str((manifest["metadata"].get("annotations") or {}).get(TEMPLATE_ANNOTATION, ""))
+
+
 def token_name(name: str) -> str:
     return f"{name}-engine-token"
 
@@ -61,6 +89,12 @@ def claim_name(name: str) -> str:
 
 def selector(name: str, component: str = ENGINE) -> dict[str, str]:
     return {OWNER_LABEL: name, COMPONENT_LABEL: component}
+
+
+def group_pods(name: str) -> dict[str, Any]:
+    """Return the label selector of all pods of groups."""
+    components = {"key": COMPONENT_LABEL, "operator": "In", "values": [ENGINE, WORKER]}
+    return {"matchLabels": {OWNER_LABEL: name}, "matchExpressions": [components]}
 
 
 def selector_text(name: str) -> str:

@@ -9,15 +9,26 @@ from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 from pagemill_models.sources import find_kind, in_full
-from pagemill_operator.backends.kubernetes.render.names import child, engine_name, selector
+from pagemill_operator.backends.kubernetes.render.names import child, engine_name, group_pods, selector
 from pagemill_operator.backends.kubernetes.render.overrides import engine_override
 from pagemill_operator.backends.kubernetes.snapshot import OWNER_LABEL, Manifest, Owner, RenderContext
 from pagemill_operator.plan.types import Plan
-from pagemill_protocol.engine_ports import CONTROL_PORT, DATA_PORT, TLS_CONTROL_PORT, TLS_DATA_PORT
+from pagemill_protocol.engine_ports import (
+    CONTROL_PORT,
+    DATA_PORT,
+    RENDEZVOUS_PORT,
+    TLS_CONTROL_PORT,
+    TLS_DATA_PORT,
+)
 
 PROXY_VARIABLES = frozenset({"HTTPS_PROXY", "HTTP_PROXY", "ALL_PROXY"})
 DNS_PORTS = (53, 5353)
 """Where cluster DNS listens: policies see the pods' port, which is not 53 on every platform (OpenShift: 5353)."""
+RANK_PORTS = [
+    {"protocol": "TCP", "port": RENDEZVOUS_PORT},
+    {"protocol": "TCP", "port": 32768, "endPort": 60999},
+]
+"""Where the ranks of a group listen: that of the first pod, and free ports, which Linux takes from this range."""
 SERVICE_HOST = re.compile(r"[a-z][a-z0-9-]*(\.[a-z0-9-]+(\.svc(\.[a-z0-9.-]+)?)?)?")
 NAMESPACE_LABEL = "kubernetes.io/metadata.name"
 VARIANT_RELABELING = {
@@ -45,7 +56,8 @@ def render_network_policy(plan: Plan, owner: Owner, context: RenderContext) -> M
     """Render the NetworkPolicy of the engines' and the loader's pods.
 
     Gateways reach both ports, Prometheus the control port, and nothing else reaches either. Where replicas are kept on
-    standby, the operator also reaches the control port, to wake them. The pods reach DNS and, if the source is remote,
+    standby, the operator also reaches the control port, to wake them. Where replicas are groups, their pods reach each
+    other at the ports of ranks. The pods reach DNS and, if the source is remote,
     HTTPS outside the node and the ports of a mirror and of a proxy.
     """
     # Both the TLS and the plain ports, so that a rollout that turns TLS on or off cuts no pod off.
@@ -60,11 +72,16 @@ def render_network_policy(plan: Plan, owner: Owner, context: RenderContext) -> M
     if context.prometheus_namespace_selector or context.prometheus_pod_selector:
         prometheus = _peer(context.prometheus_namespace_selector, context.prometheus_pod_selector)
         ingress.append({"from": [prometheus], "ports": control})
+    egress = [*_egress(plan, owner.namespace), *context.engine_extra_egress]
+    if plan.pods_per_replica > 1:
+        ranks = [{"podSelector": group_pods(plan.name)}]
+        ingress.append({"from": ranks, "ports": RANK_PORTS})
+        egress.append({"to": ranks, "ports": RANK_PORTS})
     spec = {
         "podSelector": {"matchLabels": {OWNER_LABEL: plan.name}},
         "policyTypes": ["Ingress", "Egress"],
         "ingress": ingress,
-        "egress": [*_egress(plan, owner.namespace), *context.engine_extra_egress],
+        "egress": egress,
     }
     return child("networking.k8s.io/v1", "NetworkPolicy", engine_name(plan.name), owner, spec=spec)
 
