@@ -15,6 +15,7 @@
     ... metrics IMAGE                      the same of Debian's Prometheus and the adapter that Kubernetes asks
     ... fake-gpus N                        let the node offer N nvidia.com/gpu (accounting only, no device)
     ... hollow N                           N nodes of KWOK with 8 nvidia.com/gpu each; 0 removes them
+    ... groups start|stop|install|remove   the controller of LeaderWorkerSets: kill -9, restart; with its webhooks
     ... stop PART | start PART             kill -9 and restart etcd, kube-apiserver, kubelet, ...
     ... container kill|pause|resume ID     signal a pod's container from outside
 
@@ -35,6 +36,7 @@ import api_only
 import binaries
 import containers
 import credentials
+import groups
 import hollow
 import host
 import images
@@ -87,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     derive.add_argument("target")
     for verb in ("fake-gpus", "hollow"):
         verbs.add_parser(verb).add_argument("count", type=int)
+    verbs.add_parser("groups").add_argument("action", choices=["install", "start", "stop", "remove"])
     for verb in ("stop", "start"):
         verbs.add_parser(verb).add_argument("part", choices=[*parts.START_ORDER, "kwok"])
     container = verbs.add_parser("container")
@@ -125,6 +128,10 @@ def _run(args: argparse.Namespace) -> None:
             one_node.fake_gpus(args.count)
         case "hollow":
             hollow.add_nodes(args.count) if args.count else hollow.remove_nodes()
+        case "groups":
+            {"install": groups.install, "start": groups.start, "stop": groups.stop, "remove": groups.remove}[
+                args.action
+            ]()
         case "stop":
             one_node.stop(args.part)
         case "start":

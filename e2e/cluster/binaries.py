@@ -51,13 +51,16 @@ PROGRAMS = {
     "coredns": Program("coredns", "github.com/coredns/coredns"),
     "kwok": Program("kwok", "sigs.k8s.io/kwok/cmd/kwok"),
     "prometheus-adapter": Program("prometheus-adapter", "sigs.k8s.io/prometheus-adapter/cmd/adapter"),
+    "lws": Program("lws", "sigs.k8s.io/lws/cmd"),
     "helm": Program("helm4", "helm.sh/helm/v4/cmd/helm"),
     "helm3": Program("helm3", "helm.sh/helm/v3/cmd/helm"),
     "helm-unittest": Program("helm-unittest", "github.com/helm-unittest/helm-unittest/cmd/helm-unittest"),
 }
 API_ONLY = ("etcd", "kube-apiserver", "kubectl")
-ON_DEMAND = ("kwok", "prometheus-adapter")
+ON_DEMAND = ("kwok", "prometheus-adapter", "lws")
 """Programs that only some cases need; `up` does not need them."""
+APART = ("lws",)
+"""Families with a folder of their own, so that another version of them does not build all other programs again."""
 USUAL = tuple(name for name in PROGRAMS if name not in ON_DEMAND)
 
 
@@ -67,10 +70,28 @@ class BuildError(Exception):
 
 def bin_dir() -> Path:
     """Return the folder of the programs of exactly these pinned versions; the folder may not exist yet."""
+    pins = sorted([*MODULES.glob("*/go.*"), *MODULES.glob("*/*.go")])
+    return CACHE / _digest(path for path in pins if path.parent.name not in APART) / "bin"
+
+
+def path_of(name: str) -> Path:
+    """Return where the program is, once it is built."""
+    family = PROGRAMS[name].family
+    if family not in APART:
+        return bin_dir() / name
+    return CACHE / f"{family}-{_digest(sorted((MODULES / family).glob('go.*')))}" / name
+
+
+def _digest(pins: Iterable[Path]) -> str:
     digest = hashlib.blake2b(digest_size=6)
-    for pins in sorted([*MODULES.glob("*/go.*"), *MODULES.glob("*/*.go")]):
-        digest.update(pins.read_bytes())
-    return CACHE / digest.hexdigest() / "bin"
+    for path in pins:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def module_folder(family: str, module: str) -> Path:
+    """Return where Go keeps the files of a module that the family pins."""
+    return Path(_go(["go", "list", "-m", "-f", "{{.Dir}}", module], family).strip())
 
 
 def share_dir() -> Path:
@@ -79,7 +100,7 @@ def share_dir() -> Path:
 
 
 def missing(names: Iterable[str] = PROGRAMS) -> list[str]:
-    return [name for name in names if not (bin_dir() / name).exists()]
+    return [name for name in names if not path_of(name).exists()]
 
 
 def require(names: Iterable[str]) -> None:
@@ -126,10 +147,12 @@ def _build_one(name: str) -> float:
     start = time.monotonic()
     program = PROGRAMS[name]
     # Compile to another name, then rename, so that a partly written program is never used.
-    partial = bin_dir() / f".{name}.{os.getpid()}"
+    target = path_of(name)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".{name}.{os.getpid()}")
     argv = ["go", "build", "-buildvcs=false", "-tags", program.tags, "-ldflags", _link_flags(program.family)]
     _go([*argv, "-o", str(partial), program.package], program.family)
-    partial.rename(bin_dir() / name)
+    partial.rename(target)
     return time.monotonic() - start
 
 
@@ -138,11 +161,11 @@ def _copy_kwok_stages() -> None:
     target = share_dir() / "kwok"
     if target.exists():
         return
-    module = _go(["go", "list", "-m", "-f", "{{.Dir}}", "sigs.k8s.io/kwok"], "kwok").strip()
+    module = module_folder("kwok", "sigs.k8s.io/kwok")
     partial = target.with_name(f".kwok.{os.getpid()}")
     partial.mkdir(parents=True)
     for stages in ("node/fast", "node/heartbeat", "pod/fast"):
-        for path in sorted((Path(module) / "kustomize" / "stage" / stages).glob("*.yaml")):
+        for path in sorted((module / "kustomize" / "stage" / stages).glob("*.yaml")):
             if path.name != "kustomization.yaml":
                 (partial / f"{stages.replace('/', '-')}-{path.name}").write_bytes(path.read_bytes())
     partial.rename(target)

@@ -96,11 +96,11 @@ def _start_all() -> None:
     api_only.wait_ready(RUN, KUBECONFIG, READY_TIMEOUT_S)
     for name in parts.START_ORDER:
         start(name)
-    _wait("containerd", _containerd_answers)
+    wait("containerd", _containerd_answers)
     loading.load_pause()
     kubectl("apply", "--server-side", "-f", "-", manifest=DEFAULT_STORAGE_CLASS)
-    _wait(f"node {NODE}", lambda: "True" in kubectl("get", "node", NODE, "-o", f"jsonpath={READY_STATUS}"))
-    _wait("the default service account", lambda: bool(kubectl("get", "serviceaccount", "default", "-o", "name")))
+    wait(f"node {NODE}", lambda: "True" in kubectl("get", "node", NODE, "-o", f"jsonpath={READY_STATUS}"))
+    wait("the default service account", lambda: bool(kubectl("get", "serviceaccount", "default", "-o", "name")))
 
 
 READY_STATUS = '{.status.conditions[?(@.type=="Ready")].status}'
@@ -111,7 +111,7 @@ def _containerd_answers() -> bool:
     return True
 
 
-def _wait(what: str, ready: Callable[[], bool]) -> None:
+def wait(what: str, ready: Callable[[], bool]) -> None:
     deadline = time.monotonic() + READY_TIMEOUT_S
     while time.monotonic() < deadline:
         try:

@@ -49,6 +49,7 @@ USERS: dict[str, Sequence[str]] = {
     "e2e:coredns": ["system:masters"],
     "e2e:storage": ["system:masters"],
     "e2e:kwok": ["system:masters"],
+    "e2e:lws": ["system:masters"],
 }
 API_RATE = ("--kube-api-qps=300", "--kube-api-burst=500")
 """Higher limits than the default of 20 requests per second, which would dominate a test with thousands of objects."""
