@@ -12,6 +12,7 @@ from cel import evaluate
 from pagemill_operator.backends.kubernetes.kinds import (
     AUTOSCALER,
     CHILD_KINDS,
+    LEADER_WORKER_SET,
     LLM_DEPLOYMENT,
     LORA_ADAPTER,
     POD,
@@ -56,6 +57,8 @@ def test_the_operator_has_the_rights_for_its_kinds(variant: Variant) -> None:
     wanted: Rights = {(kind.group, kind.plural): CHILD_VERBS for kind in CHILD_KINDS}
     wanted |= {
         (POD_MONITOR.group, POD_MONITOR.plural): CHILD_VERBS - {"watch"},
+        # Only where a deployment has replicas of several pods: read by name, not watched.
+        (LEADER_WORKER_SET.group, LEADER_WORKER_SET.plural): CHILD_VERBS - {"list", "watch"},
         (LLM_DEPLOYMENT.group, LLM_DEPLOYMENT.plural): READ,
         (LLM_DEPLOYMENT.group, f"{LLM_DEPLOYMENT.plural}/status"): {"patch"},
         (LORA_ADAPTER.group, LORA_ADAPTER.plural): READ,
