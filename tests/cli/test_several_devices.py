@@ -33,10 +33,10 @@ def snippets(language: str) -> list[str]:
 
 
 def test_the_deployment_of_the_page_is_planned() -> None:
-    (document,) = map(yaml.safe_load, snippets("yaml"))
-    plan = make_plan(LLMDeployment.model_validate(document))
-    assert (plan.problems, plan.ignored) == ((), ())
-    assert plan.groups[0].process.settings["engine"]["tensor_parallel_size"] == 2
+    one, of_pods = (make_plan(LLMDeployment.model_validate(yaml.safe_load(each))) for each in snippets("yaml"))
+    assert (one.problems, one.ignored, of_pods.problems) == ((), (), ())
+    assert one.groups[0].process.settings["engine"]["tensor_parallel_size"] == 2
+    assert [each.field for each in of_pods.ignored] == ["spec.engine.podsPerReplica"]  # on one machine
 
 
 @pytest.mark.full

@@ -28,7 +28,7 @@ def test_every_program_is_a_tool_of_its_family(binaries: ModuleType) -> None:
 
 def test_programs_of_single_cases_are_built_only_for_them(binaries: ModuleType) -> None:
     """The smoke test of CI takes minutes and needs none of them."""
-    assert set(binaries.PROGRAMS) - set(binaries.USUAL) == {"kwok", "prometheus-adapter"}
+    assert set(binaries.PROGRAMS) - set(binaries.USUAL) == {"kwok", "lws", "prometheus-adapter"}
 
 
 def test_every_family_is_pinned(binaries: ModuleType) -> None:

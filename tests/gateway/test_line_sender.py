@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
+from waiting import WAIT_LIMIT_S
 
 from pagemill_gateway.batches import answer_file
 from pagemill_gateway.batches.answer_file import AnswerFile
@@ -65,6 +68,36 @@ def test_a_large_answer_is_in_a_file_without_a_name(tmp_path: Path) -> None:
 
     asyncio.run(write())
     assert len(MANY) > answer_file.MEMORY_BYTES
+
+
+def test_a_file_is_closed_although_it_is_written_when_its_line_is_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, goes_on = threading.Event(), threading.Event()
+    create = tempfile.TemporaryFile
+
+    def create_later(*values: Any, **named: Any) -> Any:
+        begun.set()
+        assert goes_on.wait(WAIT_LIMIT_S)
+        return create(*values, **named)
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", create_later)
+    answer = AnswerFile(str(tmp_path), 2**40)
+
+    async def write() -> None:
+        with answer:
+            await answer.write(MANY)
+
+    async def cancel() -> None:
+        line = asyncio.create_task(write())
+        await asyncio.to_thread(begun.wait, WAIT_LIMIT_S)
+        threading.Timer(0.05, goes_on.set).start()  # the file is created while the line ends
+        line.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await line
+
+    asyncio.run(cancel())
+    assert answer._file.closed
 
 
 def test_the_line_leaves_when_its_answer_is_too_large(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+import threading
 from collections.abc import AsyncIterator
 from types import TracebackType
 
@@ -23,6 +24,8 @@ class AnswerFile:
     def __init__(self, directory: str | None, max_bytes: int) -> None:
         """`directory` is for bodies beyond `MEMORY_BYTES`; `None`: that of this machine's temporary files."""
         self._file = tempfile.SpooledTemporaryFile(MEMORY_BYTES, dir=directory)  # noqa: SIM115 - closed by __exit__
+        self._lock = threading.Lock()
+        """Held while the file is written or closed: a write goes on in its thread when its task is cancelled."""
         self._max_bytes = max_bytes
         self._line = OneLine()
         self.num_bytes = 0
@@ -35,7 +38,8 @@ class AnswerFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
+        with self._lock:
+            self._file.close()
 
     async def write(self, data: bytes) -> None:
         """Append data, up to the limit. Raises `PagemillError` 503 if the disk is full."""
@@ -46,11 +50,16 @@ class AnswerFile:
             return
         try:
             if self.num_bytes <= MEMORY_BYTES:
-                self._file.write(data)
+                self._write(data)
             else:
-                await asyncio.to_thread(self._file.write, data)
+                await asyncio.to_thread(self._write, data)
         except OSError as error:
             raise store_failure(error) from error
+
+    def _write(self, data: bytes) -> None:
+        with self._lock:
+            if not self._file.closed:
+                self._file.write(data)
 
     async def pieces(self) -> AsyncIterator[bytes]:
         """Yield the body as one line of a file: line breaks in JSON are blanks between its values.
