@@ -22,8 +22,6 @@ from typing import Any
 
 import started_by_fork
 
-MAX_REQUEST_BYTES = 2**20
-MAX_FDS = 16
 FIRST_FREE_FD = 200
 PR_SET_PDEATHSIG = 1
 IMPORTED = (
