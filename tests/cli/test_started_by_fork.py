@@ -38,7 +38,7 @@ def test_it_is_a_child_with_its_own_command_line_and_ends_by_signals(tmp_path: P
     settings = tmp_path / "settings.json"
     settings.write_text('{"port": 0, "control_port": 0}')
     command = [sys.executable, "-m", "pagemill_gateway", "--settings", str(settings)]
-    before = set(psutil.Process().open_files())
+    before = {(each.path, each.fd) for each in psutil.Process().open_files()}
     with subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
     ) as process:
@@ -52,4 +52,4 @@ def test_it_is_a_child_with_its_own_command_line_and_ends_by_signals(tmp_path: P
         process.kill()
         assert process.wait(WAIT_LIMIT_S) == -signal.SIGKILL
     wait_until(lambda: not psutil.pid_exists(child.pid))
-    assert set(psutil.Process().open_files()) == before
+    assert {(each.path, each.fd) for each in psutil.Process().open_files()} == before

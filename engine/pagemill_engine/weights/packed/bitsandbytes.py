@@ -129,9 +129,9 @@ def _table(stored: Stored, name: str, state_name: str) -> PackedMatrix:
     out_features, in_features, block_size, is_nested, nested_size, offset = _state(stored, state_name)
     num_values = out_features * in_features
     num_blocks = -(-num_values // block_size)
-    if stored.has(name) and stored.dtype(name) not in _STORAGE:
-        check_type(stored, name, *_STORAGE)
-    check_shape(stored, name, (math.ceil(num_values / 2 / _STORAGE.get(stored.dtype(name), 1)), 1))
+    check_type(stored, name, *_STORAGE)
+    item_bytes = _STORAGE[stored.dtype(name)] if stored.has(name) else 1
+    check_shape(stored, name, (math.ceil(num_values / 2 / item_bytes), 1))
     check_shape(stored, f"{name}.quant_map", (16,))
     check_shape(stored, f"{name}.absmax", (num_blocks,))
     check_type(stored, f"{name}.quant_map", *FLOAT_TYPES)
