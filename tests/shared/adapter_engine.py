@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from pagemill_engine.config import EngineConfig
+from pagemill_engine.ipc.messages import TokensOut
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.starting.factory import create_runner
 from pagemill_protocol.request.generate import GenerateRequest
@@ -29,8 +30,8 @@ class Engine:
         assert self.core.adapters is not None
         return self.core.adapters.load(path).digest
 
-    def add(self, name: str, prompt: list[int], digest: str, num_tokens: int = NUM_TOKENS) -> None:
-        sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+    def add(self, name: str, prompt: list[int], digest: str, num_tokens: int = NUM_TOKENS, **more: Any) -> None:
+        sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, **more)
         self.core.add(
             GenerateRequest(
                 request_id=name, model="m", prompt_token_ids=prompt, adapter_digest=digest, sampling=sampling
@@ -46,23 +47,17 @@ class Engine:
             self._count += 1
             answers[name] = []
             self.add(name, prompt, digest, num_tokens)
-        while self.core.has_work:
-            for out in self.core.step().outputs:
-                assert out.error is None, out.error
-                answers[out.request_id] += out.token_ids
+        for out in self._outputs():
+            answers[out.request_id] += out.token_ids
         return list(answers.values())
 
     def scores(self, prompt: list[int], digest: str) -> list[float]:
         """Return the log probabilities of the prompt's tokens from the second on."""
-        sampling = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, prompt_logprobs=0)
-        self.core.add(
-            GenerateRequest(
-                request_id="scored", model="m", prompt_token_ids=prompt, adapter_digest=digest, sampling=sampling
-            )
-        )
-        found: list[float] = []
+        self.add("scored", prompt, digest, 1, prompt_logprobs=0)
+        return [each.logprobs[0] for out in self._outputs() for each in out.prompt_logprobs]
+
+    def _outputs(self) -> Iterator[TokensOut]:
         while self.core.has_work:
             for out in self.core.step().outputs:
                 assert out.error is None, out.error
-                found += [each.logprobs[0] for each in out.prompt_logprobs]
-        return found
+                yield out

@@ -63,10 +63,7 @@ def write_family_gguf(
         writer.add_tokenizer_model(tokenizer)
     for name, tensor in _tensors(folder, config, architecture).items():
         writer.add_tensor(name, tensor.float().contiguous().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    _finish(writer)
 
 
 def write_adapter_gguf(
@@ -74,8 +71,7 @@ def write_adapter_gguf(
 ) -> None:
     """Write an adapter for `folder`'s model: A [rank, in] and B [out, rank] by the names of modules."""
     config: Config = json.loads((folder / "config.json").read_text())
-    arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
-    names = gguf.get_tensor_name_map(arch, next(config[name] for name in _METADATA["block_count"] if name in config))
+    names = _names(config, architecture)
     # A and B are those of the module, whatever the order in which its matrix is stored.
     change = _changed(architecture if architecture != "gpt2" else "")
     tensors = {}
@@ -106,10 +102,20 @@ def write_lora(
         else:
             values = gguf.quants.quantize(values, storage)
         writer.add_tensor(name, values, raw_dtype=storage)
+    _finish(writer)
+
+
+def _finish(writer: gguf.GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _names(config: Config, architecture: str) -> gguf.TensorNameMap:
+    kind = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    num_layers = next(config[name] for name in _METADATA["block_count"] if name in config)
+    return gguf.get_tensor_name_map(kind, num_layers)
 
 
 def _common(config: Config, architecture: str) -> dict[str, Any]:
@@ -210,9 +216,7 @@ def _latent(name: str, tensor: Tensor, config: Config) -> dict[str, Tensor]:
 
 
 def _tensors(folder: Path, config: Config, architecture: str) -> dict[str, Tensor]:
-    kind = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
-    num_layers = next(config[name] for name in _METADATA["block_count"] if name in config)
-    names = gguf.get_tensor_name_map(kind, num_layers)
+    names = _names(config, architecture)
     tensors: dict[str, Tensor] = {}
     for name, tensor in _stacked_experts(load_file(folder / "model.safetensors")).items():
         for part, values in _changed(architecture)(name, tensor, config).items():

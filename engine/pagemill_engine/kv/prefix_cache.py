@@ -56,7 +56,7 @@ class PrefixCache:
         self._blocks[block_hash] = block
         block.block_hash = block_hash
         block.prefix_chunk_end = (index + 1) % self._prefix_chunk_blocks == 0
-        if block.prefix_chunk_end and (self._first is None or block_hash in self._first._blocks):
+        if block.prefix_chunk_end and self._is_shown(block_hash):
             _note(block_hash, self._added, self._removed)
         for cache in self._further:
             if block_hash in cache._blocks:
@@ -70,7 +70,7 @@ class PrefixCache:
         block.block_hash = None
         if block.prefix_chunk_end:
             block.prefix_chunk_end = False
-            if self._first is None or block_hash in self._first._blocks:
+            if self._is_shown(block_hash):
                 _note(block_hash, self._removed, self._added)
         for cache in self._further:
             if block_hash in cache._blocks:
@@ -85,8 +85,10 @@ class PrefixCache:
 
     def snapshot(self) -> list[bytes]:
         """Return all prefix chunks that are cached now."""
-        first = self._blocks if self._first is None else self._first._blocks
-        return [name for name, block in self._blocks.items() if block.prefix_chunk_end and name in first]
+        return [name for name, block in self._blocks.items() if block.prefix_chunk_end and self._is_shown(name)]
+
+    def _is_shown(self, block_hash: bytes) -> bool:
+        return self._first is None or block_hash in self._first._blocks
 
 
 def _note(block_hash: bytes, events: dict[bytes, None], opposite: dict[bytes, None]) -> None:

@@ -67,12 +67,9 @@ class ServerMetrics:
         for spec in ENGINE_METRICS:
             if not spec.name.startswith("vllm:") or set(spec.labels) - {"model_name", "engine"}:
                 continue
-            if spec.kind == "counter":
-                self._metrics.counter(spec)
-            elif spec.kind == "histogram":
-                self._metrics.histogram(spec)
-        for reason in ENDS:
-            self._metrics.counter(names.REQUEST_SUCCESS, finished_reason=reason)
+            if spec.kind != "gauge":
+                self._metrics.begin(spec)
+        self._metrics.begin(names.REQUEST_SUCCESS, finished_reason=ENDS)
 
     def rename(self, model_name: str) -> None:
         self._metrics.relabel(model_name=model_name)

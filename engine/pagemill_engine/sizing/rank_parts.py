@@ -88,9 +88,8 @@ def part_of(spec: ModelSpec, rank: int, size: int, stages: Sequence[Range]) -> R
 
 
 def stages_of(config: EngineConfig, spec: ModelSpec, work_of: Callable[[str], float]) -> list[Range]:
-    """Return the layers of each stage. Raises `LoadError`. `work_of`: as in `layers_of_stages`."""
-    if config.num_ranks > 1:
-        check_division(spec, config.num_ranks, config.pipeline_parallel_size)
+    """Return the layers of each stage of several ranks. Raises `LoadError`. `work_of`: as in `layers_of_stages`."""
+    check_division(spec, config.num_ranks, config.pipeline_parallel_size)
     if config.pipeline_parallel_size == 1:
         return [(0, spec.num_layers)]
     return layers_of_stages(spec.decoder, config.pipeline_parallel_size, work_of)
@@ -103,9 +102,7 @@ def rank_sizes(
     spec: ModelSpec,
     sizes_of: Callable[[WeightSource, ModelSpec], Sizes],
 ) -> list[RankSizes]:
-    """Return the part of each rank; none for a model in one process. Raises `LoadError`."""
-    if config.num_ranks == 1:
-        return []
+    """Return the part of each of several ranks. Raises `LoadError`."""
     parts = [part_of(spec, rank, config.num_ranks, stages) for rank in range(config.num_ranks)]
     return [RankSizes(part.spec, sizes_of(part.weights(weights, spec.decoder), part.spec)) for part in parts]
 

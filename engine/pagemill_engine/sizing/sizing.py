@@ -110,6 +110,8 @@ def parts_of_ranks(
     A tensor's work is its share of the bytes, which steps with few tokens wait for, and that of the values, with which
     steps with many tokens multiply. Both are the same unless some tensors are quantized and others are not.
     """
+    if config.num_ranks == 1:
+        return [(0, spec.num_layers)], []
     keep_stored, shapes = _keeps_stored(spec, storage, config.quantization != "none"), weights.shapes
     num_bytes = weights.num_bytes(storage.dtype, keep_stored)
     num_values = sum(map(math.prod, shapes.values()))

@@ -148,8 +148,7 @@ class GGUFWeights:
 
     def _interleaved_heads(self, name: str) -> int:
         """Return the number of heads of a tensor whose rows are interleaved; 0 for other tensors."""
-        kind = name.split(".")[2] if name.startswith("blk.") else ""
-        key = self._names.interleaved.get(kind)
+        key = self._names.heads_key(name)
         if key is None:
             return 0
         architecture = self._file.metadata["general.architecture"]

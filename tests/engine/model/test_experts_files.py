@@ -16,7 +16,7 @@ import transformers
 from greedy_families import greedy_reference
 from moe_gguf import write_moe_gguf
 from outlines import outline
-from packed_models import write_mxfp4
+from packed_models import SHAPE, write_mxfp4
 from safetensors.torch import load_file, save_file
 
 from pagemill_engine.config import EngineConfig
@@ -28,16 +28,6 @@ Loader = Callable[..., Any]
 Drivers = Callable[[Any], Any]
 NUM_TOKENS = 12
 PROMPTS: list[list[int]] = [[3 + 7 * at % 120 for at in range(length)] for length in (1, 5, 40)]
-SHAPE = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 96,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.3,
-}
 QWEN = {**SHAPE, "head_dim": 16, "moe_intermediate_size": 32, "num_experts": 5, "num_experts_per_tok": 2}
 YARN = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 4.0, "truncate": False}
 YARN |= {"beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 64}

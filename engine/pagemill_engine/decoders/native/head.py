@@ -100,7 +100,7 @@ class NativeHead(HeadStates):
         return hidden if self._projection is None else normalized(hidden, self._norm)
 
     def logits(self, hidden: Array, adapters: object = None) -> Array:
-        if self._lm_head is None:
+        if self.token_ids is None:
             return self.target.logits(hidden)
-        own = self._lm_head(hidden if self._projection is not None else normalized(hidden, self._norm))
-        return own if self.token_ids is None else self.of_target(own)
+        assert self._lm_head is not None
+        return self.of_target(self._lm_head(normalized(hidden, self._norm)))

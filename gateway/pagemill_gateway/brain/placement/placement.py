@@ -124,7 +124,7 @@ class Placement:
             self.index.add(endpoint_id, frame.prefixes_added)
             bit = self.index.bit(endpoint_id)
             for chunks in (frame.prefixes_added, frame.prefixes_removed):
-                plain = [chunk[:HASH_BYTES] for chunk in chunks] if endpoint_id in self._windowed else chunks
+                plain = (chunk[:HASH_BYTES] for chunk in chunks) if endpoint_id in self._windowed else chunks
                 self.predictions.reported(bit, plain)
 
     def forget(self, endpoint_id: str) -> None:

@@ -9,6 +9,8 @@ prefixes that the gateway only expects.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from operator import and_
 
 from pagemill_protocol.hashes import key_of_kind
 from pagemill_protocol.report.cache_kinds import CacheKind, first_needed
@@ -96,16 +98,14 @@ class PrefixIndex:
         """
         resumable = [pods] * len(prefix_chunks)
         for number, kind in enumerate(kinds):
-            if number == 0 and first_chunks > 1:
-                known, all_of = self._pods, pods
-                for index, chunk in enumerate(prefix_chunks):
-                    if index % first_chunks == first_chunks - 1:
-                        all_of &= known.get(chunk, 0) | expected.get(chunk, 0)
-                    resumable[index] = all_of
-                continue
-            having = [self._pods.get(key_of_kind(number, chunk), 0) | expected.get(chunk, 0) for chunk in prefix_chunks]
+            every = 1 if number else first_chunks
+            having = [
+                self._pods.get(key_of_kind(number, chunk), 0) | expected.get(chunk, 0) if end % every == 0 else -1
+                for end, chunk in enumerate(prefix_chunks, 1)
+            ]
             starts = (first_needed(kind, chunk_tokens * end, chunk_tokens) for end in range(1, len(having) + 1))
-            for index, mask in enumerate(_in_all(having, starts)):
+            masks = accumulate(having, and_) if kind.keeps_all else _in_all(having, starts)
+            for index, mask in enumerate(masks):
                 resumable[index] &= mask
         found: dict[int, int] = {}
         rest = pods

@@ -130,8 +130,7 @@ def _places(module: str, header: TensorHeader, modules: Modules) -> list[MatrixP
 
 
 def _interleaved_heads(name: str, names: GGUFNames, decoder: DecoderSpec, place: MatrixPlace) -> int:
-    kind = name.split(".")[2] if name.startswith("blk.") else ""
-    key = names.interleaved.get(kind)
+    key = names.heads_key(name)
     if key is None or place.use.layer is None:
         return 0
     blocks = decoder.layers[place.use.layer].blocks()

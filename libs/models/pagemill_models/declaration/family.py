@@ -27,6 +27,10 @@ class GGUFNames(NamedTuple):
     """Matrices of a layer whose rows converters store with the two rotary halves of each head interleaved, and the
     metadata key of their number of heads: {`attn_q`: `attention.head_count`}."""
 
+    def heads_key(self, name: str) -> str | None:
+        """Return the metadata key of the number of heads of a tensor with interleaved rows; None for other tensors."""
+        return self.interleaved.get(name.split(".")[2]) if name.startswith("blk.") else None
+
     def hugging_face_name(self, name: str) -> str:
         """Return the Hugging Face name of a tensor; a name without a counterpart is returned unchanged."""
         match = _LAYER_NAME.fullmatch(name)

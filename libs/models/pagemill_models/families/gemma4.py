@@ -28,7 +28,7 @@ from pagemill_models.declaration.rope_scaling import ProportionalScaling
 from pagemill_models.families.gemma2 import WINDOWED
 from pagemill_models.families.gemma3 import DEFAULT_PATTERN, FULL, local_rope
 from pagemill_models.families.llama_like import Numbers, decoder, numbers_from_config
-from pagemill_models.families.moe import STACKED, Mixture, gated_mlp, mixture, stored_together
+from pagemill_models.families.moe import Mixture, gated_mlp, mixture, stored_together
 
 _PARTS = ("gate_proj", "up_proj", "down_proj")
 
@@ -72,7 +72,6 @@ def read_config(config: ConfigValues) -> DecoderSpec:
         layers=layers,
         head=changed_head(plain, soft_cap=config.optional_number("final_logit_softcapping")),
         ignored=(*plain.ignored, *(f"layers.{index}.self_attn.{name}" for index in shared for name in unused)),
-        stacked=STACKED if text.experts is not None else {},
     )
 
 

@@ -7,7 +7,7 @@ from pagemill_models.declaration.config_values import ConfigValues
 from pagemill_models.declaration.declaration import BranchSpec, DecoderSpec, GatingSpec, LatentAttentionSpec, MoESpec
 from pagemill_models.declaration.family import Family
 from pagemill_models.families.deepseek_v2 import latent_decoder, read_groups, read_scale
-from pagemill_models.families.moe import STACKED, mixture_from_config, stored_together
+from pagemill_models.families.moe import mixture_from_config, stored_together
 
 
 def read_config(config: ConfigValues) -> DecoderSpec:
@@ -36,7 +36,7 @@ def read_config(config: ConfigValues) -> DecoderSpec:
             return each
         return replace(each, block=replace(each.block, query_growth=growth))
 
-    return replace(plain, layers=tuple(layer.with_branches(branch) for layer in plain.layers), stacked=STACKED)
+    return replace(plain, layers=tuple(layer.with_branches(branch) for layer in plain.layers))
 
 
 FAMILY = Family(read_config)

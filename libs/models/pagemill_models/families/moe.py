@@ -126,8 +126,6 @@ def with_drafting(longer: DecoderSpec, num_layers: int, drafting: int) -> Decode
     return msgspec.structs.replace(plain, mtp=DrafterSpec(reads, head[0], norm))
 
 
-STACKED = {f".experts.{part}": (f".experts.*.{part}.weight",) for part in ("gate_up_proj", "down_proj")}
-"""`DecoderSpec.stacked` of `stored_together`."""
 _PARTS = ("gate_proj", "up_proj", "down_proj")
 
 

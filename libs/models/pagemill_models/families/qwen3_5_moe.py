@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pagemill_models.declaration.changes import replace
 from pagemill_models.declaration.config_values import ConfigValues
 from pagemill_models.declaration.declaration import DecoderSpec
 from pagemill_models.declaration.family import Family
@@ -12,11 +11,6 @@ from pagemill_models.families.qwen2_moe import with_shared
 from pagemill_models.families.qwen3_next import PARTIAL, hybrid
 
 SIZE = "moe_intermediate_size"
-STACKED = {
-    ".experts.gate_up_proj": (".experts.*.gate_proj.weight", ".experts.*.up_proj.weight"),
-    ".experts.down_proj": (".experts.*.down_proj.weight",),
-}
-"""Files store the experts of a layer together, or, as transformers saves them, one by one."""
 
 
 def read_config(config: ConfigValues) -> DecoderSpec:
@@ -25,8 +19,7 @@ def read_config(config: ConfigValues) -> DecoderSpec:
     )
     experts = mixture_from_config(config, size_key=SIZE, renormalized=True)
     shared_size = config.size("shared_expert_intermediate_size", default=512)
-    spec = hybrid(config, numbers, grouped=False, block_of=lambda _, layer: with_shared(experts, shared_size, layer))
-    return replace(spec, stacked=STACKED)
+    return hybrid(config, numbers, grouped=False, block_of=lambda _, layer: with_shared(experts, shared_size, layer))
 
 
 FAMILY = Family(read_config)

@@ -7,7 +7,7 @@ from pagemill_models.declaration.config_values import ConfigValues
 from pagemill_models.declaration.declaration import DecoderSpec, LayerSpec, MoESpec
 from pagemill_models.declaration.family import Family
 from pagemill_models.families.llama_like import decoder, numbers_from_config
-from pagemill_models.families.moe import STACKED, mixture, mixture_from_config, stored_together, with_experts
+from pagemill_models.families.moe import mixture, mixture_from_config, stored_together, with_experts
 from pagemill_models.families.qwen2_moe import PARTS, sparse_layers
 
 
@@ -22,7 +22,7 @@ def read_config(config: ConfigValues) -> DecoderSpec:
         spec = mixture(experts, f"{layer.name}.mlp", PARTS)
         return stored_together(spec, transposed=True) if index in sparse else None
 
-    return replace(with_experts(plain, block), stacked=STACKED)
+    return with_experts(plain, block)
 
 
 FAMILY = Family(read_config)
