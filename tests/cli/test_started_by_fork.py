@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -25,13 +26,29 @@ def run(arguments: list[str], folder: Path, environment: dict[str, str], *, fork
     return done.returncode, done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("arguments", [["validate", "file.yaml"], ["no-such-command"], ["chat", "--url", "nowhere"]])
+@pytest.mark.parametrize("arguments", [["up", "-f", "file.yaml"], ["no-such-command"], ["chat", "--url", "nowhere"]])
 def test_its_exit_code_output_folder_and_variables_are_those_of_an_executed_one(
     arguments: list[str], tmp_path: Path
 ) -> None:
     (tmp_path / "file.yaml").write_text("kind: LLMDeployment\n")
     environment = {**os.environ, "COLUMNS": "71"}
     assert run(arguments, tmp_path, environment, fork=True) == run(arguments, tmp_path, environment, fork=False)
+
+
+@pytest.mark.parametrize("first", [3, 7, 203, 206])
+def test_it_inherits_files_under_their_own_numbers(tmp_path: Path, first: int) -> None:
+    """Also in a process that has hundreds of open files, where numbers that fork servers use are in use."""
+    names = [f"Kind{number}" for number in range(6)]
+    for name in names:
+        (tmp_path / name).write_text(f"kind: {name}\n")
+    files = [os.open(tmp_path / name, os.O_RDONLY) for name in names]
+    numbers = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, first) for file in files]
+    for name, number in zip(names, numbers, strict=True):
+        command = [*PAGEMILL, "up", "-f", f"/dev/fd/{number}"]
+        done = subprocess.run(command, pass_fds=numbers, capture_output=True, text=True, timeout=WAIT_LIMIT_S)
+        assert done.returncode and f'kind: "{name}"' in done.stderr, done
+    for file in [*files, *numbers]:
+        os.close(file)
 
 
 def test_it_is_a_child_with_its_own_command_line_and_ends_by_signals(tmp_path: Path) -> None:

@@ -126,6 +126,7 @@ async def test_a_batch_that_waits_for_others_is_cancelled_and_expires_at_once(
     engines[0].behaviour = fake.hangs
     client = client_of(await gateways(engines[0], **kept_in(tmp_path)))
     running = await client.create([line(1)])
+    await until(lambda: client.batch(running), lambda found: found["status"] == "in_progress")
     cancelled, expiring = await client.create([line(1), b"{"]), await client.create([line(1)], window="1s")
     await client.ask("POST", f"/v1/batches/{cancelled['id']}/cancel")
     cancelled, expiring = await client.ended(cancelled), await client.ended(expiring)

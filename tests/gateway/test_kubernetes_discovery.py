@@ -9,15 +9,19 @@ import asyncio
 import contextlib
 import json
 import stat
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
+from waiting import WAIT_LIMIT_S
 
 from pagemill_gateway.config import GatewayConfig, KeysSecret, KubernetesConfig, SettingsError
 from pagemill_gateway.control_process import ControlProcess
+from pagemill_gateway.discovery.kubernetes import discovery as kubernetes_discovery
+from pagemill_gateway.discovery.last_known import LastKnown
 from pagemill_gateway.processes.server import open_gateway
 from pagemill_kube.credentials import from_kubeconfig, in_cluster
 from pagemill_kube.errors import CredentialsError
@@ -159,6 +163,25 @@ async def test_a_catalogue_file_that_cannot_be_written_affects_only_restarts(api
     await fake.until(lambda: models(gateway) == ["a"])
     await fake.give_model(api, "b")
     await fake.until(lambda: models(gateway) == ["a", "b"])
+
+
+async def test_a_disk_that_does_not_answer_delays_no_catalogue(api, start, fake, monkeypatch) -> None:
+    written, storing = [], threading.Event()
+
+    def write(path: Path, known: LastKnown) -> None:
+        assert storing.wait(WAIT_LIMIT_S)
+        written.append([model.name for model in known.catalog.models])
+
+    monkeypatch.setattr(kubernetes_discovery, "write_last_known", write)
+    await fake.give_keys(api)
+    await fake.give_model(api, "a")
+    gateway = await start.gateway()
+    for name in ("b", "c"):
+        await fake.give_model(api, name)
+        await fake.until(lambda name=name: name in models(gateway))
+    storing.set()
+    await fake.until(lambda: written[-1:] == [["a", "b", "c"]])
+    assert len(written) == 2  # the one that was being stored and the latest
 
 
 async def test_a_failed_write_is_repeated_although_the_catalogue_is_unchanged(api, start, fake, tmp_path) -> None:

@@ -22,7 +22,6 @@ from typing import Any
 
 import started_by_fork
 
-FIRST_FREE_FD = 200
 PR_SET_PDEATHSIG = 1
 IMPORTED = (
     "pagemill.main",
@@ -94,7 +93,7 @@ def _become(request: dict[str, Any], files: list[int]) -> dict[str, Any]:
         os.setsid()
     program = request["argv"][0]
     if program in STARTING:
-        ours, theirs = started_by_fork.connected()
+        ours, theirs = (_above(end, max(request["targets"])) for end in started_by_fork.connected())
         server = os.fork()
         if server == 0:
             ours.close()
@@ -103,7 +102,8 @@ def _become(request: dict[str, Any], files: list[int]) -> dict[str, Any]:
             return serve(theirs, STARTING[program])
         theirs.close()
         started_by_fork.install(ours, server, STARTING[program])
-    moved = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, FIRST_FREE_FD) for file in files]
+    unused = max(request["targets"]) + 1
+    moved = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, unused) for file in files]
     for file in files:
         os.close(file)
     for file, target in zip(moved, request["targets"], strict=True):
@@ -118,6 +118,12 @@ def _become(request: dict[str, Any], files: list[int]) -> dict[str, Any]:
         if os.getppid() != request["parent"]:
             os._exit(1)
     return request
+
+
+def _above(end: socket.socket, descriptor: int) -> socket.socket:
+    """Return the same end with a higher descriptor than this one."""
+    with end:
+        return socket.socket(fileno=fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, descriptor + 1))
 
 
 def _show(command: list[str]) -> None:

@@ -1,7 +1,8 @@
 """Keeps a gateway's catalogue equal to the cluster's objects: watches them, applies catalogues, stores the latest one.
 
 A burst of changes leads to one new catalogue. Until every watch has listed its objects, the catalogue is the last known
-one, or none. Later, an unreachable API server changes nothing. Namespaces that refuse access are left out.
+one, or none. Later, an unreachable API server changes nothing. Namespaces that refuse access are left out. A catalogue
+applies at once, however long the disk takes to store it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ ENDPOINT_SLICES = Kind("EndpointSlice", "discovery.k8s.io", "v1", "endpointslice
 SECRETS = Kind("Secret", "", "v1", "secrets")
 SLICES = {"labelSelector": "app.kubernetes.io/name=pagemill-engine"}
 MIN_INTERVAL_S = 0.05
-"""The pause between two catalogues is at least this and at least `REST` times the duration of the last build."""
+"""The pause between two catalogues is at least this and at least `REST` times the time that the last one took to build
+and apply."""
 REST = 10.0
 
 
@@ -50,7 +52,7 @@ class KubernetesDiscovery:
         self._config = config
         self._apply_catalog = apply_catalog
         self._client = Client(credentials)
-        self._changed = asyncio.Event()
+        self._changed, self._unwritten = asyncio.Event(), asyncio.Event()
         self._published: LastKnown | None = None
         self._written: LastKnown | None = None
         self._write_fault = ""
@@ -88,7 +90,7 @@ class KubernetesDiscovery:
             self._publish(last.catalog)
             logger.info("%d models from the last known catalogue", len(last.catalog.models))
         self._tasks = [asyncio.create_task(watch.run()) for watch in self._watches()]
-        self._tasks.append(asyncio.create_task(self._keep_building()))
+        self._tasks += [asyncio.create_task(self._keep_building()), asyncio.create_task(self._keep_writing())]
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -106,12 +108,20 @@ class KubernetesDiscovery:
             self._changed.clear()
             started = loop.time()
             try:
-                await self._build()
+                self._build()
             except Exception:
                 logger.exception("a catalogue could not be built; the one before stays in use")
             await asyncio.sleep(max(MIN_INTERVAL_S, REST * (loop.time() - started)))
 
-    async def _build(self) -> None:
+    async def _keep_writing(self) -> None:
+        while True:
+            await self._unwritten.wait()
+            self._unwritten.clear()
+            known = self._published
+            if known is not None and known != self._written:
+                await asyncio.to_thread(self._write, known)
+
+    def _build(self) -> None:
         self._read_keys()
         if self._keys is None or not self._settled:
             return
@@ -121,8 +131,7 @@ class KubernetesDiscovery:
         if known != self._published:
             self._publish(known.catalog)
             self._published = known
-        if known != self._written:
-            await asyncio.to_thread(self._write, known)
+        self._unwritten.set()
 
     @property
     def _settled(self) -> bool:
