@@ -46,7 +46,8 @@ def test_it_inherits_files_under_their_own_numbers(tmp_path: Path, first: int) -
     for name, number in zip(names, numbers, strict=True):
         command = [*PAGEMILL, "up", "-f", f"/dev/fd/{number}"]
         done = subprocess.run(command, pass_fds=numbers, capture_output=True, text=True, timeout=WAIT_LIMIT_S)
-        assert done.returncode and f'kind: "{name}"' in done.stderr, done
+        assert done.returncode != 0
+        assert f'kind: "{name}"' in done.stderr
     for file in [*files, *numbers]:
         os.close(file)
 
