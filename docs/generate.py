@@ -42,23 +42,28 @@ MODELS_NOTES = """\
   multi-token prediction are not loaded.
 - **Quantization** during loading is supported for all families: `int8` and `int4` on CPUs, also `w8a8` and `fp8` on
   GPUs (experts: `int8` and `int4` only).
-- **GGUF types**: F32, F16, BF16, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ1_S, IQ1_M, IQ2_XXS,
-  IQ2_XS, IQ2_S, IQ3_XXS, IQ3_S, IQ4_NL, IQ4_XS, TQ1_0, TQ2_0 and MXFP4. Files with tensors of other types, as NVFP4,
-  are refused by the tensor's name before any weight is read. Weights stay as they are stored, or are converted without
-  loss to wider integers (the start prints which: Q2_K takes 12 bits per weight, Q3_K, IQ1_M, IQ2_XS and IQ2_S 10, the
-  other IQ and TQ types and MXFP4 9). For split files
-  (`NAME-00001-of-00003.gguf`) name the first file; the others must be in the same folder. Files of Aquila, InternLM
-  and InternLM 3 have the architecture `llama`, as those of Mistral and Mixtral do. GGUF has no name for OPT.
+- **GGUF types**: F64, F32, F16, BF16, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ1_S, IQ1_M,
+  IQ2_XXS, IQ2_XS, IQ2_S, IQ3_XXS, IQ3_S, IQ4_NL, IQ4_XS, TQ1_0, TQ2_0, MXFP4 and NVFP4. Files with tensors of other
+  types are refused by the tensor's name before any weight is read. Weights stay as they are stored, or are converted
+  without loss to wider integers (the start prints which: Q2_K takes 12 bits per weight, Q3_K, IQ1_M, IQ2_XS, IQ2_S
+  and NVFP4 10, the other IQ and TQ types and MXFP4 9). Factors beside matrices (`blk.0.ffn_up.scale`) multiply their
+  values. For split files (`NAME-00001-of-00003.gguf`) name the first file; the others must be in the same folder.
+  Files of Aquila, InternLM and InternLM 3 have the architecture `llama`, as those of Mistral and Mixtral do. GGUF has
+  no name for OPT.
 - **Embedding and reranking models** produce embeddings (`/v1/embeddings`) or scores of pairs (`/v1/score`,
-  `/v1/rerank`): BERT, RoBERTa, XLM-RoBERTa and ModernBERT; decoders whose folder contains sentence-transformers'
-  `modules.json` or names the class without its head (`Qwen3Model`); and `*ForSequenceClassification` with one label.
+  `/v1/rerank`): BERT, RoBERTa, XLM-RoBERTa, ModernBERT and EmbeddingGemma; decoders whose folder contains
+  sentence-transformers' `modules.json` or names the class without its head (`Qwen3Model`); and
+  `*ForSequenceClassification` with one label.
   Modules, keys and values of sentence-transformers' files that have no effect here are refused by name.
   They run on CPUs from safetensors folders; `device: cuda` is refused
   ([how to serve them](../how-to/serve-embeddings.md)).
 - **Multimodal models** are served as their text part: @MULTIMODAL@. The keys of `text_config` are read, tensors may
   have any of the prefixes `model.language_model.`, `language_model.model.` and `model.`, and those of encoders are not
-  loaded; the start and `/version` say "text only", and images in requests are refused. `InternVLChatModel` and Llama
+  loaded, nor are files fetched that hold nothing else by the index; the start and `/version` say "text only", and
+  images in requests are refused. `InternVLChatModel` and Llama
   3.2 Vision are refused; the error says what to use instead.
+- **A head in the files** (`lm_head.weight`) is used if it differs from the embedding, whatever `tie_word_embeddings`
+  says, as in transformers 5; a copy of the embedding is in memory once.
 - **Keys that a `config.json` lacks** have the values of the configuration class of transformers 5.23.
 - **Other decoders** that the installed `transformers` supports run through its class with Pagemill's attention and
   cache: on CPUs, in floats, and slower than the families above (the log and `/version` say so). Not supported are

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from huggingface_hub import constants
-from tiny_files import gguf_file
+from tiny_files import gguf_file, safetensors
 from waiting import WAIT_LIMIT_S
 
 from pagemill_engine.fetching.__main__ import main
@@ -155,6 +155,24 @@ def test_a_whole_model_is_downloaded_without_unrelated_files(server: Any, target
     assert all((target / name).read_bytes() == FILES[name] for name in ("config.json", "model.safetensors"))
     assert reported[-1]["event"] == "loaded"
     assert resolve_source(f"file://{target}") == target
+
+
+def test_files_of_encoders_alone_are_not_downloaded(server: Any, tmp_path: Path, target: Path) -> None:
+    """They are left out by the index, and neither their space nor their bytes count."""
+    shards = {"text.safetensors": safetensors(300_000, 0), "seen.safetensors": safetensors(500_000, 1)}
+    index = {"w0": "text.safetensors", "model.visual.w1": "seen.safetensors"}
+    files = {**shards, "model.safetensors.index.json": json.dumps({"weight_map": index}).encode()}
+    for name, content in files.items():
+        (tmp_path / "repository" / name).write_bytes(content)
+        server.files[name] = tmp_path / "repository" / name
+        server.digests[name] = hashlib.sha256(content).hexdigest()
+    del server.files["model.safetensors"]
+    reported = run(f"hf://{REPOSITORY}", target)
+    assert (target / "text.safetensors").read_bytes() == shards["text.safetensors"]
+    assert not (target / "seen.safetensors").exists()
+    assert not any("seen.safetensors" in path for path, _ in server.asked)
+    (loading,) = (each for each in reported if each["event"] == "loading")
+    assert 300_000 < loading["num_bytes"] < 500_000
 
 
 def test_one_file_of_a_revision_is_downloaded(server: Any, target: Path) -> None:

@@ -32,6 +32,16 @@ _MODERN = {
     "cls_token_id": 1,
     "sep_token_id": 2,
 }
+_EMBEDDING_GEMMA = {
+    **_SMALL,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 24,
+    "query_pre_attn_scalar": 32,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 15,
+    "use_bidirectional_attention": True,
+}
 _DECODER = {**_SMALL, "num_key_value_heads": 2, "head_dim": 16}
 ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("BertModel", _SMALL),
@@ -40,6 +50,8 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "modernbert": ("ModernBertModel", _MODERN),
 }
 """The class and configuration of each."""
+BIDIRECTIONAL: dict[str, tuple[str, dict[str, Any]]] = {"embedding gemma": ("Gemma3TextModel", _EMBEDDING_GEMMA)}
+"""Encoders whose family also generates text."""
 CLASSIFIERS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("BertForSequenceClassification", {**_SMALL, "num_labels": 1}),
     "xlm_roberta": ("XLMRobertaForSequenceClassification", {**_ROBERTA, "num_labels": 1}),

@@ -18,6 +18,8 @@ _NAMES = {
 }  # fmt: skip
 
 
+DRAWN = ("Q", "IQ", "TQ", "NV")
+"""Beginnings of the types whose blocks are drawn at random."""
 HALVES = {
     "Q2_K": [80, 82],
     "Q3_K": [108],
@@ -29,6 +31,7 @@ HALVES = {
     "TQ1_0": [52],
     "TQ2_0": [64],
     "IQ1_M": [],
+    "NVFP4": [],
 }
 """The offsets of the float16 scales in a block, if they are not at its start."""
 DEVIATIONS = {
@@ -44,11 +47,11 @@ DEVIATIONS = {
 """Standard deviations of these scales, if they are not usual."""
 
 
-def write_gguf(path: Path, model: Any, kinds: dict[str, str]) -> None:
+def write_gguf(path: Path, model: Any, kinds: dict[str, str], factor: float | None = None) -> None:
     """Write a Llama's matrices as a GGUF file.
 
     `kinds` are storage types by a part of the tensor's name, by default F16. Matrices of quantized types are those of
-    `stored_blocks`, not the model's.
+    `stored_blocks`, not the model's. `factor`: of all values of each matrix, in a tensor beside it.
     """
     writer = gguf.GGUFWriter(path, "qwen2")  # its rows are in the project's order
     config = model.config
@@ -66,9 +69,14 @@ def write_gguf(path: Path, model: Any, kinds: dict[str, str]) -> None:
         for hugging_face, short in _NAMES.items():
             name = name.replace(hugging_face, short)
         kind = next((kind for part, kind in kinds.items() if part in name), None)
+        if factor is not None and tensor.dim() > 1:
+            writer.add_tensor(name.replace(".weight", ".scale"), np.array([factor], dtype=np.float32))
+            writer.add_tensor(name.replace(".weight", ".input_scale"), np.array([2.0], dtype=np.float32))
         if tensor.dim() == 1:
             writer.add_tensor(name, tensor.numpy())
-        elif kind is None or not kind.startswith(("Q", "IQ", "TQ")):
+        elif kind == "F64":
+            writer.add_tensor(name, tensor.double().numpy())
+        elif kind is None or not kind.startswith(DRAWN):
             storage = gguf.GGMLQuantizationType[kind or "F16"]
             writer.add_tensor(name, gguf.quants.quantize(tensor.numpy(), storage), raw_dtype=storage)
         else:
@@ -93,6 +101,8 @@ def stored_blocks(kind: str, name: str, shape: Sequence[int]) -> np.ndarray[Any,
     for offset in HALVES.get(kind, [0]):
         values = generator.normal(0, deviation, data.shape[:2]).astype(np.float16)
         data[..., offset : offset + 2] = values[..., None].view(np.uint8).reshape(*data.shape[:2], 2)
+    if kind == "NVFP4":  # small 8-bit floats
+        data[..., :4] = generator.integers(1, 16, (*data.shape[:2], 4), dtype=np.uint8)
     if kind == "IQ1_M":  # the scale is in the upper four bits of four words
         bits = generator.normal(0, deviation, data.shape[:2]).astype(np.float16).view(np.uint16)
         upper = (bits[..., None] << np.array([12, 8, 4, 0], dtype=np.uint16)) & 0xF000

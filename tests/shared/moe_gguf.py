@@ -20,8 +20,13 @@ _NAMES = {
 }  # fmt: skip
 
 
-def write_moe_gguf(path: Path, model: Any, architecture: str, kind: str) -> None:
-    """Write experts as `kind` and all other weights as float32; set the model's experts to the stored values."""
+def write_moe_gguf(
+    path: Path, model: Any, architecture: str, kind: str, factors: tuple[float, ...] | None = None
+) -> None:
+    """Write experts as `kind` and all other weights as float32; set the model's experts to the stored values.
+
+    `factors`: of the values of each expert's matrices, in tensors beside them.
+    """
     config = model.config
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(config.num_hidden_layers)
@@ -51,6 +56,10 @@ def write_moe_gguf(path: Path, model: Any, architecture: str, kind: str) -> None
                 if is_matrix:
                     data = gguf.quants.quantize(data, storage)
                     values.copy_(torch.from_numpy(gguf.quants.dequantize(data, storage)).view(values.shape))
+                if is_matrix and factors is not None:
+                    beside = torch.tensor(factors)
+                    values.mul_(beside[:, None, None])
+                    writer.add_tensor(part.replace(".weight", ".scale"), beside.numpy())
                 writer.add_tensor(part, data, raw_dtype=storage if is_matrix else None)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -109,6 +109,20 @@ def fp8_tensor(shape: tuple[int, int]) -> Packed:
     return {"weight": weight, "weight_scale": torch.tensor(0.003)}, weight.float() * 0.003
 
 
+def nvfp4(shape: tuple[int, int]) -> Packed:
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    codes = torch.randint(0, 16, shape)
+    scales = (torch.rand(shape[0], shape[1] // 16) * 200 + 100).to(torch.float8_e4m3fn)
+    whole = torch.tensor([float(1000 + shape[0])])
+    tensors = {
+        "weight_packed": (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8),
+        "weight_scale": scales,
+        "weight_global_scale": whole,
+        "input_global_scale": torch.ones(1),
+    }
+    return tensors, values[codes] * (scales.float() / whole).repeat_interleave(16, 1)
+
+
 def bnb_int8(shape: tuple[int, int]) -> Packed:
     weight = torch.randint(-127, 128, shape).to(torch.int8)
     largest = torch.rand(shape[0]) * 0.5 + 0.3
@@ -140,12 +154,20 @@ def bnb_in_bfloat16(shape: tuple[int, int]) -> Packed:
 
 DYNAMIC = {"+:.*\\.down_proj": {"bits": 8}, "-:lm_head": {}}
 CT = {"quant_method": "compressed-tensors"}
+NVFP4 = {
+    **CT,
+    "format": "nvfp4-pack-quantized",
+    "config_groups": {
+        "group_0": {"weights": {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}}
+    },
+}
 MODELS: dict[str, tuple[dict[str, Any], Callable[[tuple[int, int]], Packed]]] = {
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}, awq),
     "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}, gptq),
     "gptq dynamic": ({"quant_method": "gptq", "bits": 4, "group_size": 32, "dynamic": DYNAMIC}, gptq_dynamic),
     "gptq act-order": ({"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True}, gptq_act_order),
     "compressed-tensors int8": ({**CT, "format": "int-quantized"}, channel_int8),
+    "compressed-tensors nvfp4": (NVFP4, nvfp4),
     "compressed-tensors fp8": ({**CT, "format": "float-quantized"}, fp8_channels),
     "fp8 blocks": ({"quant_method": "fp8", "weight_block_size": [48, 32]}, fp8_blocks),
     "fp8 tensor": ({"quant_method": "fp8", "activation_scheme": "static"}, fp8_tensor),

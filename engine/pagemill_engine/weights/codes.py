@@ -2,7 +2,7 @@
 
 Nothing is rounded again: `codes * scales + offsets` are the values of `dequantize`. 8-bit integers also store the types
 of 5 and 6 bits, those of 1 to 3 bits, whose groups may be smaller than those of 4-bit integers, the table values
-of IQ4_NL and IQ4_XS, and the doubled 4-bit floats of MXFP4.
+of IQ4_NL and IQ4_XS, and the doubled 4-bit floats of MXFP4 and NVFP4.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ CODE_KINDS: dict[str, CodeKind] = {
     "IQ4_XS": CodeKind(8),
     "MXFP4": CodeKind(8),
     **dict.fromkeys(("IQ1_S", "IQ2_XXS", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0"), CodeKind(8)),
-    **dict.fromkeys(("IQ1_M", "IQ2_XS", "IQ2_S"), CodeKind(8, group_size=SMALL_GROUP_SIZE)),
+    **dict.fromkeys(("IQ1_M", "IQ2_XS", "IQ2_S", "NVFP4"), CodeKind(8, group_size=SMALL_GROUP_SIZE)),
 }
 
 
@@ -217,5 +217,5 @@ _SPLITS: dict[str, Callable[[Bytes], _Parts]] = {
     "Q6_K": _q6_k,
     "Q8_0": _q8_0,
     "MXFP4": _mxfp4,
-    **{kind: partial(_scaled, split) for kind, (_, split) in SCALED.items()},
+    **{kind: partial(_scaled, split) for kind, (_, _, split) in SCALED.items()},
 }

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from pagemill_engine.weights.floats import copy_floats
 from pagemill_kernels.arrays import NUMPY_TYPES, Array
+from pagemill_kernels.linear.groups import e4m3_values
 from pagemill_kernels.pieces import each_piece
 
 Number = TypeVar("Number", bound=np.generic)
@@ -359,18 +360,25 @@ def tq2_0(blocks: Bytes) -> tuple[Codes, Floats]:
     return (pairs & 3).reshape(len(blocks), 256).view(np.int8) - 1, np.repeat(half(blocks, 64), 8, axis=-1)
 
 
-SCALED: dict[str, tuple[int, Callable[[Bytes], tuple[Codes, Floats]]]] = {
-    "IQ1_S": (50, iq1_s),
-    "IQ1_M": (56, iq1_m),
-    "IQ2_XXS": (66, iq2_xxs),
-    "IQ2_XS": (74, iq2_xs),
-    "IQ2_S": (82, iq2_s),
-    "IQ3_XXS": (98, iq3_xxs),
-    "IQ3_S": (110, iq3_s),
-    "TQ1_0": (54, tq1_0),
-    "TQ2_0": (66, tq2_0),
+def nvfp4(blocks: Bytes) -> tuple[Codes, Floats]:
+    """Split blocks of doubled e2m1 floats, whose scales are 8-bit floats (e4m3) without signs; not a number is 0."""
+    codes = mxfp4_codes(nibbles(blocks[:, 4:].reshape(-1, 4, 8)))
+    return codes.reshape(len(blocks), 64), np.nan_to_num(e4m3_values()[blocks[:, :4] & 127] * np.float32(0.5))
+
+
+SCALED: dict[str, tuple[int, int, Callable[[Bytes], tuple[Codes, Floats]]]] = {
+    "IQ1_S": (256, 50, iq1_s),
+    "IQ1_M": (256, 56, iq1_m),
+    "IQ2_XXS": (256, 66, iq2_xxs),
+    "IQ2_XS": (256, 74, iq2_xs),
+    "IQ2_S": (256, 82, iq2_s),
+    "IQ3_XXS": (256, 98, iq3_xxs),
+    "IQ3_S": (256, 110, iq3_s),
+    "TQ1_0": (256, 54, tq1_0),
+    "TQ2_0": (256, 66, tq2_0),
+    "NVFP4": (64, 36, nvfp4),
 }
-"""Bytes of a block of 256 values, and the function that splits blocks into integers and scales of equal groups."""
+"""Values and bytes of a block, and the function that splits blocks into integers and scales of equal groups."""
 
 
 def _multiplied(split: Callable[[Bytes], tuple[Codes, Floats]], blocks: Bytes) -> Floats:
@@ -378,7 +386,12 @@ def _multiplied(split: Callable[[Bytes], tuple[Codes, Floats]], blocks: Bytes) -
     return flat(codes.reshape(*scales.shape, -1).astype(np.float32) * scales[..., None])
 
 
-PLAIN = {"F32": NUMPY_TYPES["float32"], "F16": NUMPY_TYPES["float16"], "BF16": NUMPY_TYPES["bfloat16"]}
+PLAIN: dict[str, np.dtype[Any]] = {
+    "F32": NUMPY_TYPES["float32"],
+    "F16": NUMPY_TYPES["float16"],
+    "BF16": NUMPY_TYPES["bfloat16"],
+    "F64": np.dtype(np.float64),
+}
 
 _BLOCKS: dict[str, tuple[int, int, Callable[[Bytes], Floats]]] = {
     "Q4_0": (32, 18, _q4_0),
@@ -394,5 +407,5 @@ _BLOCKS: dict[str, tuple[int, int, Callable[[Bytes], Floats]]] = {
     "IQ4_NL": (32, 18, _iq4_nl),
     "IQ4_XS": (256, 136, _iq4_xs),
     "MXFP4": (32, 17, _mxfp4),
-    **{kind: (256, num_bytes, partial(_multiplied, split)) for kind, (num_bytes, split) in SCALED.items()},
+    **{kind: (size, num_bytes, partial(_multiplied, split)) for kind, (size, num_bytes, split) in SCALED.items()},
 }

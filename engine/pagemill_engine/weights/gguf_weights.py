@@ -20,6 +20,7 @@ from pagemill_engine.weights.digest import gguf_digest
 from pagemill_engine.weights.early_digest import EarlyDigest
 from pagemill_engine.weights.errors import LoadError
 from pagemill_engine.weights.files import WeightFiles
+from pagemill_engine.weights.floats import copy_floats
 from pagemill_engine.weights.source import CutWeights, stored_bytes
 from pagemill_kernels.arrays import Array, FloatType
 from pagemill_kernels.linear.groups import CodeBlocks, GroupCodes
@@ -31,6 +32,9 @@ from pagemill_models.sharding.slices import Slices, TensorSlice
 from pagemill_models.spec.spec_from_gguf import family_of
 from pagemill_protocol.source_errors import SourceError
 
+_MATRIX, _FACTOR = ".weight", ".scale"
+_BESIDE = (_FACTOR, ".input_scale")
+"""Endings of what files hold beside a matrix: a factor of its values, and one of activations, which is not used."""
 _SINGLE_ROW = "shared_expert_gate.weight"
 """A matrix of one row, which files store without that dimension."""
 
@@ -44,7 +48,9 @@ class GGUFWeights:
         self._early_digest = early_digest
         self._path = path
         self._names = _names(self._file)
-        held = [each for each in self._file.tensors.values() if each.name not in LONG_ROPE]
+        tensors = self._file.tensors
+        beside = {name for name in tensors for ending in _BESIDE if name.removesuffix(ending) + _MATRIX in tensors}
+        held = [each for name, each in tensors.items() if name not in LONG_ROPE and name not in beside]
         self._tensors = dict(part for each in held for part in self._parts(each))
         self._shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
         self._cuts: Slices = {}
@@ -56,8 +62,12 @@ class GGUFWeights:
 
     def read_into(self, name: str, out: Array) -> None:
         tensor = self._tensors[name]
-        plain = PLAIN.get(tensor.ggml_type.name)
-        if plain is not None and not self._interleaved_heads(tensor.name) and name not in self._cuts:
+        plain, factor = PLAIN.get(tensor.ggml_type.name), self._factor(name)
+        if factor is not None:
+            values = np.empty(out.shape, dtype=np.float32)
+            dequantize_into(tensor.ggml_type.name, self._stored(name), values)
+            copy_floats(values * factor, out)
+        elif plain is not None and not self._interleaved_heads(tensor.name) and name not in self._cuts:
             self._files.fill_floats(tensor.part, tensor.offset, plain, out)
         else:
             dequantize_into(tensor.ggml_type.name, self._stored(name), out)
@@ -69,15 +79,18 @@ class GGUFWeights:
         if self.code_kind(name) is None:
             return None
         tensor = self._tensors[name]
-        return read_codes(tensor.ggml_type.name, self._stored(name), self._shapes[name])
+        codes, factor = read_codes(tensor.ggml_type.name, self._stored(name), self._shapes[name]), self._factor(name)
+        return codes if factor is None else codes.times(factor)
 
     def read_blocks(self, name: str) -> CodeBlocks | None:
         kind = self._tensors[name].ggml_type.name
-        return read_blocks(kind, self._stored(name), self._shapes[name]) if has_blocks(kind) else None
+        if not has_blocks(kind) or self._factors(name) is not None:
+            return None
+        return read_blocks(kind, self._stored(name), self._shapes[name])
 
     def is_bfloat16(self, name: str) -> bool:
         tensor = self._tensors[name]
-        return tensor.ggml_type.name == "BF16" and len(tensor.shape) == 2
+        return tensor.ggml_type.name == "BF16" and len(tensor.shape) == 2 and self._factors(name) is None
 
     def num_bytes(self, dtype: FloatType, keep_stored: bool) -> int:
         return sum(stored_bytes(self, name, dtype, keep_stored) for name in self._tensors)
@@ -136,6 +149,29 @@ class GGUFWeights:
         for index in range(shape[0]):
             part = tensor._replace(shape=shape[1:], offset=tensor.offset + index * num_bytes, num_bytes=num_bytes)
             yield name.replace("*", str(index)), part
+
+    def _factors(self, name: str) -> GGUFTensor | None:
+        """Return the tensor of what a matrix's values are multiplied by, which converters of NVFP4 write: one number,
+        or one for each expert of a tensor."""
+        stored = self._tensors[name].name
+        return self._file.tensors.get(stored.removesuffix(_MATRIX) + _FACTOR) if stored.endswith(_MATRIX) else None
+
+    def _factor(self, name: str) -> np.float32 | None:
+        found = self._factors(name)
+        if found is None:
+            return None
+        tensor = self._tensors[name]
+        whole = self._file.tensors[tensor.name]
+        if found.ggml_type.name != "F32" or found.num_elements not in (1, whole.num_bytes // tensor.num_bytes):
+            what = f"{found.ggml_type.name} {list(found.shape)}"
+            raise LoadError(
+                "ModelUnreadable",
+                f"`{self._path}`: tensor `{found.name}` is {what}; F32 is wanted, one number for `{tensor.name}` or "
+                "one for each of its experts. Convert the model again.",
+            )
+        values = self._files.read(found.part, found.offset, found.num_bytes).view(np.float32)
+        factor: np.float32 = values[(tensor.offset - whole.offset) // tensor.num_bytes if len(values) > 1 else 0]
+        return factor
 
     def _check_types(self) -> None:
         for tensor in self._tensors.values():

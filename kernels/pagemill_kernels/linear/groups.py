@@ -59,6 +59,12 @@ class GroupCodes:
         offsets = None if self.offsets is None else self.offsets[order]
         return replace(self, codes=self.codes[order], scales=self.scales[order], offsets=offsets)
 
+    def times(self, factor: np.float32) -> GroupCodes:
+        """Return the matrix with all values multiplied by a number."""
+        return replace(
+            self, scales=self.scales * factor, offsets=None if self.offsets is None else self.offsets * factor
+        )
+
     def dequantize(self) -> NDArray[np.float32]:
         """Return the float values, [out, in], in the order of the inputs."""
         rows, columns = self.codes.shape

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from encoder_models import CLASSIFIERS, DECODERS, ENCODERS, VOCAB_SIZE, write_encoder, write_modules
+import transformers
+from encoder_models import BIDIRECTIONAL, CLASSIFIERS, DECODERS, ENCODERS, VOCAB_SIZE, write_encoder, write_modules
 from safetensors.torch import load_file, save_file
 
 from pagemill_engine.config import EngineConfig
@@ -23,12 +24,15 @@ from pagemill_engine.starting.factory import create_runner
 from pagemill_engine.weights.errors import LoadError
 from pagemill_kernels.cpu import library
 from pagemill_models.spec.model_files import load_model_spec
+from pagemill_models.spec.spec_from_config import check_config
 from pagemill_models.tokenizer_files.generation_defaults import GenerationDefaults
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_protocol.request.pooling import PoolingParams
 from pagemill_protocol.request.sampling import SamplingParams
+from pagemill_protocol.source_errors import SourceError
 
+ALL = {**ENCODERS, **BIDIRECTIONAL}
 LENGTHS = (1, 5, 16, 17, 33, 64, 100, 129, 130, 40, 41)
 """Lengths around the tile sizes, the windows of ModernBERT, and the models' maximum."""
 TOLERANCE = 3e-6
@@ -95,9 +99,9 @@ def vectors_of(model: Any, method: str, prompts: list[list[int]] = PROMPTS) -> t
     return torch.nn.functional.normalize(pooled_by(model, method, prompts), dim=1)
 
 
-@pytest.mark.parametrize("name", ENCODERS)
+@pytest.mark.parametrize("name", ALL)
 def test_encoders_equal_transformers_alone_and_in_a_batch(name: str, tmp_path: Path) -> None:
-    model = write_encoder(*ENCODERS[name], tmp_path)
+    model = write_encoder(*ALL[name], tmp_path)
     write_modules(tmp_path, "mean")
     core = core_of(tmp_path)
     together = pooled(core, PROMPTS)
@@ -117,9 +121,9 @@ def test_bfloat16_weights_give_one_vector_alone_and_in_a_batch(tmp_path: Path) -
     assert (together * vectors_of(model.float(), "mean")).sum(1).min() > 0.9995
 
 
-@pytest.mark.parametrize("name", ENCODERS)
+@pytest.mark.parametrize("name", ALL)
 def test_the_torch_backend_equals_transformers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = write_encoder(*ENCODERS[name], tmp_path)
+    model = write_encoder(*ALL[name], tmp_path)
     write_modules(tmp_path, "cls")
     monkeypatch.setattr("pagemill_engine.sizing.compute.cpu_backend", lambda *shape, **targets: ("cpu", "cpu"))
     torch.testing.assert_close(pooled(core_of(tmp_path), PROMPTS), vectors_of(model, "cls"), atol=TOLERANCE, rtol=0)
@@ -176,6 +180,33 @@ def test_files_with_old_names_of_norms_or_in_float64_give_the_same_vectors(form:
     save_file(weights, path)
     write_modules(tmp_path)
     torch.testing.assert_close(pooled(core_of(tmp_path), PROMPTS), vectors_of(model, "mean"), atol=TOLERANCE, rtol=0)
+
+
+def test_the_files_of_embedding_gemma_give_the_vectors_of_their_modules(tmp_path: Path) -> None:
+    """They have two dense layers without activations, and a size that requests may cut."""
+    model = write_encoder(*BIDIRECTIONAL["embedding gemma"], tmp_path)
+    layers = write_modules(tmp_path, "mean", dense=("torch.nn.modules.linear.Identity",) * 2)
+    expected = torch.nn.functional.normalize(layers[1](layers[0](pooled_by(model, "mean"))), dim=1)
+    torch.testing.assert_close(pooled(core_of(tmp_path), PROMPTS), expected, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "key", "value"),
+    [
+        ("Gemma3ForCausalLM", "use_bidirectional_attention", True),
+        ("Gemma2ForCausalLM", "use_bidirectional_attention", True),
+        ("GemmaForCausalLM", "use_bidirectional_attention", True),
+        ("LlamaForCausalLM", "is_causal", False),
+    ],
+)
+def test_what_makes_a_decoder_attend_to_later_tokens_is_refused_by_its_key(
+    architecture: str, key: str, value: bool, tmp_path: Path
+) -> None:
+    kind: Any = getattr(transformers, architecture)
+    config = kind.config_class(**DECODERS["llama"][1], **{key: value}, architectures=[architecture])
+    config.save_pretrained(tmp_path)
+    with pytest.raises(SourceError, match=f"`{key}`"):
+        check_config(tmp_path)
 
 
 def test_a_dense_layer_of_another_model_is_refused(tmp_path: Path) -> None:
@@ -299,9 +330,9 @@ def test_int8_weights_and_determinism_stay_close(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(library.load() is None, reason="no native kernels")
-@pytest.mark.parametrize("name", ENCODERS)
+@pytest.mark.parametrize("name", ALL)
 def test_a_deterministic_encoder_gives_the_same_bits_alone_and_in_any_batch(name: str, tmp_path: Path) -> None:
-    write_encoder(*ENCODERS[name], tmp_path)
+    write_encoder(*ALL[name], tmp_path)
     write_modules(tmp_path)
     core = core_of(tmp_path, deterministic=True)
     alone = torch.cat([pooled(core, [prompt]) for prompt in PROMPTS])

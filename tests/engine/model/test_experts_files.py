@@ -77,6 +77,15 @@ def test_a_gguf_file_gives_the_answers_of_its_values(
     assert answers(path, runner_loader, make_driver, backend=backend) == expected(model)
 
 
+def test_each_expert_of_a_gguf_file_may_have_a_factor_of_its_own(
+    tmp_path: Path, runner_loader: Loader, make_driver: Drivers
+) -> None:
+    model, path = make("qwen3moe"), tmp_path / "model.gguf"
+    factors = tuple(0.5 + 0.25 * index for index in range(model.config.num_experts))
+    write_moe_gguf(path, model, "qwen3moe", "MXFP4", factors)
+    assert answers(path, runner_loader, make_driver) == expected(model)
+
+
 def test_a_folder_in_mxfp4_gives_the_answers_of_its_values(
     tmp_path: Path, backend: str, runner_loader: Loader, make_driver: Drivers
 ) -> None:

@@ -13,13 +13,15 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from gguf_model import stored_blocks, write_gguf
+from gguf_model import DRAWN, stored_blocks, write_gguf
+from greedy_families import greedy_reference
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.starting.factory import create_runner
 from pagemill_engine.weights.codes import read_codes
 from pagemill_engine.weights.dequantize import SCALED, _vectors, supported_types
 from pagemill_engine.weights.errors import LoadError
+from pagemill_engine.weights.gguf_weights import GGUFWeights
 from pagemill_kernels.cpu import library
 from pagemill_models.files.ggml_types import GGMLType
 
@@ -45,18 +47,21 @@ def llama() -> Any:
     return transformers.LlamaForCausalLM(config).eval()
 
 
-def take_stored_values(model: Any, kind: str) -> None:
-    """Replace the model's matrices by the values that the file stores."""
+def take_stored_values(model: Any, kind: str, factor: float = 1.0) -> None:
+    """Replace the model's matrices by the values that the file stores, times a factor."""
     storage = gguf.GGMLQuantizationType[kind]
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
             if tensor.dim() == 1:
                 continue
-            if kind.startswith(("Q", "IQ", "TQ")):
+            if kind == "F64":
+                tensor.mul_(factor)
+                continue
+            if kind.startswith(DRAWN):
                 data = stored_blocks(kind, name, tensor.shape)
             else:
                 data = gguf.quants.quantize(tensor.numpy(), storage)
-            tensor.copy_(torch.from_numpy(gguf.quants.dequantize(data, storage)).view(tensor.shape))
+            tensor.copy_(torch.from_numpy(gguf.quants.dequantize(data, storage)).view(tensor.shape) * factor)
 
 
 SAMPLED = [kind for kind in supported_types() if kind not in SCALED or kind == "IQ2_XS"]
@@ -81,6 +86,30 @@ def test_answers_equal_those_of_the_dequantized_weights(
         chosen = rows.gather(1, torch.tensor(result.token_ids)[:, None]).squeeze(1)
         assert result.logprobs == pytest.approx(chosen.tolist(), abs=2e-3)
         assert (rows.amax(-1) - chosen).max() < 2e-3, "another token was clearly more likely"
+
+
+@pytest.mark.parametrize("kind", ["NVFP4", "Q8_0", "F32"])
+def test_a_factor_beside_a_matrix_multiplies_its_values(
+    kind: str, tmp_path: Path, runner_loader: Callable[..., Any], make_driver: Callable[[Any], Any]
+) -> None:
+    reference = llama()
+    write_gguf(tmp_path / "model.gguf", reference, {"": kind}, factor=1.5)
+    take_stored_values(reference, kind, 1.5)
+    results = make_driver(runner_loader(tmp_path / "model.gguf")).greedy(PROMPTS, NUM_TOKENS)
+    assert [result.token_ids for result in results] == [
+        greedy_reference(reference, each, NUM_TOKENS)[0] for each in PROMPTS
+    ]
+
+
+def test_a_factor_of_another_form_is_refused_by_its_name(tmp_path: Path) -> None:
+    model = llama()
+    write_gguf(tmp_path / "model.gguf", model, {"": "NVFP4"}, factor=1.5)
+    weights = GGUFWeights(tmp_path / "model.gguf")
+    name = "model.layers.0.mlp.up_proj.weight"
+    factor = weights._file.tensors["blk.0.ffn_up.scale"]
+    weights._file.tensors["blk.0.ffn_up.scale"] = factor._replace(shape=(3,), num_bytes=12)
+    with pytest.raises(LoadError, match=r"`blk.0.ffn_up.scale` is F32 \[3\]"):
+        weights.read_codes(name)
 
 
 @pytest.mark.parametrize("kind", iq_grids.KINDS)

@@ -17,10 +17,9 @@ from typing import Any
 
 import pytest
 import torch
-from family_models import GEMMA3, MODELS, ODD_SHAPES, VARIANTS, VOCAB_SIZE, write_model
+from family_models import MODELS, ODD_SHAPES, VARIANTS, VOCAB_SIZE, write_model
 from greedy_families import LENGTHS, NUM_TOKENS, Family, family_of, tokens_of
 
-from pagemill_engine.weights.errors import LoadError
 from pagemill_kernels.cpu import library
 
 Loader = Callable[..., Any]
@@ -127,9 +126,3 @@ def test_unusual_shapes_equal_transformers(
     for settings in ({"max_num_batched_tokens": 29}, {"num_blocks": 16, "enable_prefix_caching": False}):
         results = driver.greedy(odd.prompts, NUM_TOKENS, **settings)
         assert tokens_of(results) == odd.expected
-
-
-def test_bidirectional_gemma_3_is_refused(tmp_path: Path, runner_loader: Loader) -> None:
-    write_model("Gemma3ForCausalLM", {**GEMMA3, "use_bidirectional_attention": True}, tmp_path)
-    with pytest.raises(LoadError, match="`use_bidirectional_attention`"):
-        runner_loader(tmp_path)

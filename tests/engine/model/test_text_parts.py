@@ -15,6 +15,7 @@ from multimodal_models import MODELS, write_multimodal
 from safetensors.torch import load_file, save_file
 
 from pagemill_engine.weights.errors import LoadError
+from pagemill_models.files.encoder_files import is_of_encoder
 from pagemill_models.spec.model_files import load_model_spec
 
 Loader = Callable[..., Any]
@@ -114,7 +115,7 @@ def test_the_head_is_that_of_the_files_or_the_embedding_of_tied_ones(
     (folder / "config.json").write_text(json.dumps(values))
     if stored:
         tensors = load_file(folder / "model.safetensors")
-        head = tensors[f"{PUBLISHED}embed_tokens.weight"].clone()
+        head = 2 * tensors[f"{PUBLISHED}embed_tokens.weight"]
         save_file({**tensors, "language_model.lm_head.weight": head}, folder / "model.safetensors")
     spec = load_model_spec(folder)
     assert spec.tie_word_embeddings is tied
@@ -128,6 +129,25 @@ def test_without_a_head_that_is_not_tied_the_weights_are_refused_by_name(
     untied = {"tie_word_embeddings": False, "text_config": {**values["text_config"], "tie_word_embeddings": False}}
     with pytest.raises(LoadError, match=r"missing: `lm_head.weight`"):
         runner_loader(renamed(gemma.folder, tmp_path / "copy", PUBLISHED, untied))
+
+
+def test_a_file_that_holds_an_encoder_alone_may_be_absent(
+    gemma: Family, tmp_path: Path, runner_loader: Loader, make_driver: Drivers
+) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(gemma.folder, folder)
+    (folder / "model.safetensors").unlink()
+    tensors = load_file(gemma.folder / "model.safetensors")
+    files = {name: "seen" if is_of_encoder(name) else "text" for name in tensors}
+    assert set(files.values()) == {"seen", "text"}
+    save_file({name: each for name, each in tensors.items() if files[name] == "text"}, folder / "text.safetensors")
+    index = {"weight_map": {name: f"{file}.safetensors" for name, file in files.items()}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert tokens_of(make_driver(runner_loader(folder)).greedy(gemma.prompts, NUM_TOKENS)) == gemma.expected
+    index["weight_map"][f"{PUBLISHED}norm.weight"] = "seen.safetensors"
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(LoadError, match=r"lacks the weight file `seen.safetensors`"):
+        runner_loader(folder)
 
 
 def test_settings_that_files_lack_are_those_of_the_text_class(gemma: Family, tmp_path: Path) -> None:

@@ -55,8 +55,8 @@ class Attention:
         self.dtype = dtype
         self.qkv = Linear(spec.qkv, ops, dtype, number, qkv_order(spec))
         self.output = Linear(spec.output, ops, dtype, number + 1)
-        self.query_norm = _head_norm(spec.query_norm, spec, ops, dtype)
-        self.key_norm = _head_norm(spec.key_norm, spec, ops, dtype)
+        self.query_norm = head_norm(spec.query_norm, spec, ops, dtype)
+        self.key_norm = head_norm(spec.key_norm, spec, ops, dtype)
         self.value_norm = None if spec.value_norm is None else Norm(spec.value_norm, ops, dtype)
         self.ops = ops
         self._index = index if spec.cache_layer is None else spec.cache_layer
@@ -103,7 +103,7 @@ class Attention:
             self._turn_queries(heads, rotation, context)
             return
         if self.value_norm is not None:
-            _normalize(self.value_norm, heads[:, num_heads + self.spec.num_kv_heads :], context)
+            normalize(self.value_norm, heads[:, num_heads + self.spec.num_kv_heads :], context)
         if self.spec.norms_behind_rotation and rotation is not None:
             self.ops.rotate(heads[:, : num_heads + self.spec.num_kv_heads], *rotation)
             rotation = None
@@ -112,9 +112,9 @@ class Attention:
             in_one_pass(heads, num_heads, norms, *rotation, cache, slots)
             return
         if self.query_norm is not None:
-            _normalize(self.query_norm, heads[:, :num_heads], context)
+            normalize(self.query_norm, heads[:, :num_heads], context)
         if self.key_norm is not None:
-            _normalize(self.key_norm, heads[:, num_heads : num_heads + self.spec.num_kv_heads], context)
+            normalize(self.key_norm, heads[:, num_heads : num_heads + self.spec.num_kv_heads], context)
         if self.spec.clip is not None:
             heads[:, : num_heads + 2 * self.spec.num_kv_heads].clamp_(-self.spec.clip, self.spec.clip)
         if rotation is None:
@@ -125,7 +125,7 @@ class Attention:
     def _turn_queries(self, heads: Tensor, rotation: tuple[Tensor, Tensor] | None, context: ForwardContext) -> None:
         """Normalise and rotate queries, whose keys and values another layer has stored."""
         if self.query_norm is not None:
-            _normalize(self.query_norm, heads, context)
+            normalize(self.query_norm, heads, context)
         if rotation is not None:
             self.ops.rotate(heads, *rotation)
 
@@ -237,14 +237,14 @@ def _activation(spec: MLPSpec, ops: Ops) -> Callable[[Tensor], Tensor]:
     return fast.get(spec.activation) or (lambda x: ops.activate_and_mul(x, spec.activation, spec.limit))
 
 
-def _head_norm(norm: NormSpec | None, spec: AttentionSpec, ops: Ops, dtype: torch.dtype) -> Norm | None:
+def head_norm(norm: NormSpec | None, spec: AttentionSpec, ops: Ops, dtype: torch.dtype) -> Norm | None:
     """Return the norm with its weight in the order of the heads' reordered values, or None."""
     if norm is None:
         return None
     return Norm(norm, ops, dtype, norm_order(spec, norm.size))
 
 
-def _normalize(norm: Norm, heads: Tensor, context: ProductContext) -> None:
+def normalize(norm: Norm, heads: Tensor, context: ProductContext) -> None:
     """Normalise heads in place, [tokens, heads, head_dim]: each alone or all as one row, by the norm's size."""
     if norm.spec.part is not None:
         assert context.group is not None

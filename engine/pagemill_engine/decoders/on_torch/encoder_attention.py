@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pagemill_engine.decoders.on_torch.blocks import head_norm, normalize
 from pagemill_engine.decoders.on_torch.context import ForwardContext
 from pagemill_engine.decoders.on_torch.layers import Layer, Linear
 from pagemill_engine.decoders.row_order import qkv_order
@@ -87,17 +88,25 @@ class EncoderAttention:
         self.dtype = dtype
         self.qkv = Linear(spec.qkv, ops, dtype, number, qkv_order(spec))
         self.output = Linear(spec.output, ops, dtype, number + 1)
+        self.query_norm = head_norm(spec.query_norm, spec, ops, dtype)
+        self.key_norm = head_norm(spec.key_norm, spec, ops, dtype)
         self._rotation = rotation
 
     def layers(self) -> Iterator[Layer]:
         yield self.qkv
         yield self.output
+        yield from (norm for norm in (self.query_norm, self.key_norm) if norm is not None)
 
     def inner(self, x: Tensor, context: ForwardContext) -> Tensor:
         spec = self.spec
         heads = self.qkv(x, context).to(self.dtype).view(len(x), -1, spec.head_dim)
+        first_value = spec.num_heads + spec.num_kv_heads
+        if self.query_norm is not None:
+            normalize(self.query_norm, heads[:, : spec.num_heads], context)
+        if self.key_norm is not None:
+            normalize(self.key_norm, heads[:, spec.num_heads : first_value], context)
         if self._rotation is not None:
-            _rotate(heads[:, : spec.num_heads + spec.num_kv_heads], *context.rotations[self._rotation])
+            _rotate(heads[:, :first_value], *context.rotations[self._rotation])
         plan: EncoderPlan = context.attention_plans[spec.window]
         pieces = [self._attend(heads, rectangle) for rectangle in plan.rectangles]
         together = pieces[0] if len(pieces) == 1 else torch.cat(pieces)

@@ -1,8 +1,9 @@
-"""compressed-tensors, as LLM Compressor writes it: `pack-quantized`, `int-quantized` and `float-quantized` matrices.
+"""compressed-tensors, as LLM Compressor writes it: `pack-quantized`, `int-quantized`, `float-quantized` and
+`nvfp4-pack-quantized` matrices.
 
 `weight_packed` int32 [out, in * bits / 32] contains consecutive inputs in a word, each raised by half its range so that
-it is positive; zeros are packed the same way along the outputs. 8-bit integers may be unpacked; floats are stored as in
-`fp8`. Activations are not rounded, whatever `input_activations` says.
+it is positive; zeros are packed the same way along the outputs. 8-bit integers may be unpacked; 8-bit floats are stored
+as in `fp8`, 4-bit floats as uint8 [out, in / 2]. Activations are not rounded, whatever `input_activations` says.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from typing import Any, Literal, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from pagemill_engine.weights.codes import CodeKind
+from pagemill_engine.weights.codes import CODE_KINDS, CodeKind
+from pagemill_engine.weights.dequantize import mxfp4_codes
 from pagemill_engine.weights.packed import fp8
 from pagemill_engine.weights.packed.matrix import (
     FLOAT_TYPES,
@@ -42,10 +44,19 @@ from pagemill_engine.weights.packed.matrix import (
     unsupported,
 )
 from pagemill_kernels.arrays import widened
-from pagemill_kernels.linear.groups import GroupCodes
+from pagemill_kernels.linear.groups import GroupCodes, e4m3_values
 
 PACKED = ".weight_packed"
-_READ = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense")
+_READ = (
+    "pack-quantized",
+    "int-quantized",
+    "float-quantized",
+    "naive-quantized",
+    "nvfp4-pack-quantized",
+    "mixed-precision",
+    "dense",
+)
+_FP4 = CODE_KINDS["NVFP4"]
 
 
 def matrices(settings: Settings, stored: Stored) -> dict[str, PackedMatrix]:
@@ -55,7 +66,10 @@ def matrices(settings: Settings, stored: Stored) -> dict[str, PackedMatrix]:
         if form is not None and form not in _READ:
             raise unsupported(stored, f"`format` {form!r}")
     block = next((each["block_structure"] for each in _weights(settings) if each.get("block_structure")), None)
-    found = {f"{base}.weight": _packed(stored, base) for base in bases(stored, PACKED)}
+    found = {
+        f"{base}.weight": (_small_floats if stored.dtype(f"{base}{PACKED}") == "U8" else _packed)(stored, base)
+        for base in bases(stored, PACKED)
+    }
     for base in bases(stored, ".weight"):
         dtype = stored.dtype(f"{base}.weight")
         if dtype == "I8":
@@ -76,6 +90,8 @@ def kind(settings: Settings, names: Collection[str], base: str, shape: tuple[int
     """
     weights: dict[str, Any] = next((each for each in _weights(settings) if each.get("num_bits")), {})
     is_packed = f"{base}{PACKED}" in names
+    if is_packed and weights.get("type") == "float":
+        return _FP4
     if not is_packed and "float" in (weights.get("type"), str(settings.get("format")).partition("-")[0]):
         return fp8.kind({"weight_block_size": weights.get("block_structure")}, names, base, shape)
     bits = int(weights.get("num_bits") or (4 if is_packed else 8))
@@ -120,6 +136,33 @@ def _packed(stored: Stored, base: str) -> PackedMatrix:
     layout = {name: (OUT, StoredAxis(1, WORD_BITS // bits))}
     found = _grouped(stored, base, (out_features, in_features), bits, (name, shape_name), integers, layout)
     return replace(found, shape_part=shape_name)
+
+
+def _small_floats(stored: Stored, base: str) -> PackedMatrix:
+    """Return a matrix in NVFP4: 4-bit floats (e2m1) of neighbouring inputs in a byte, the first one in the lower half.
+
+    16 inputs share a scale, an 8-bit float (e4m3), which is divided by that of the matrix.
+    """
+    name, scale, divisor = f"{base}{PACKED}", f"{base}.weight_scale", f"{base}.weight_global_scale"
+    out_features, in_features = two_sizes(stored, name)[0], 2 * two_sizes(stored, name)[1]
+    if in_features % _FP4.group_size:
+        raise unsupported(stored, f"4-bit floats in `{name}` of {in_features} inputs, no multiple of 16")
+    check_shape(stored, scale, (out_features, in_features // _FP4.group_size))
+    check_type(stored, scale, fp8.E4M3)
+    check_shape(stored, divisor, (1,), ())
+    check_type(stored, divisor, *FLOAT_TYPES)
+
+    def codes() -> GroupCodes:
+        packed = stored.read(name)
+        pairs = np.stack((packed & 15, packed >> 4), axis=-1).reshape(out_features, in_features)
+        # The integers are doubled floats.
+        scales = e4m3_values()[stored.read(scale)] * np.float32(0.5) / widened(stored.read(divisor)).reshape(())
+        return GroupCodes(8, mxfp4_codes(pairs), scales, None)
+
+    given = f"{base}.input_global_scale"
+    parts = (name, scale, divisor, *((given,) if stored.has(given) else ()))
+    layout = {name: (OUT, StoredAxis(1, 2)), scale: (OUT, StoredAxis(1, _FP4.group_size))}
+    return coded((out_features, in_features), parts, _FP4, codes, layout)
 
 
 def _integers(stored: Stored, base: str) -> PackedMatrix:

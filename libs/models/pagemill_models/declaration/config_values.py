@@ -116,6 +116,11 @@ class ConfigValues:
         key, value = self._first(keys, default)
         return check_fraction(self.path.parent, key, self._number(key, value))
 
+    def refuse_later_tokens(self) -> None:
+        """Raise an error for attention that is not causal."""
+        if self.flag("use_bidirectional_attention", False):
+            raise self.unsupported("attention to later tokens (`use_bidirectional_attention`)")
+
     def flag(self, key: str, default: bool) -> bool:
         value = self._values.get(key)
         if value is None:

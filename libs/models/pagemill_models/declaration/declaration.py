@@ -374,7 +374,7 @@ class HeadSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     tied: bool
-    """W is the embedding's matrix, even if a file has a copy under this name."""
+    """W is the embedding's matrix, of which a file may have a copy under this name."""
     normalized: bool = False
     """Each row of W is divided by its length; only for a head that is not tied."""
     bias: bool = False

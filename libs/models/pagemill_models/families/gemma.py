@@ -12,6 +12,7 @@ from pagemill_models.families.llama_like import decoder, gguf_names, numbers_fro
 
 
 def read_config(config: ConfigValues) -> DecoderSpec:
+    config.refuse_later_tokens()
     numbers = numbers_from_config(config, default_context=8192, default_head_dim=256, default_tied=True)
     biased = config.flag("attention_bias", False)
     # `hidden_act` of the first checkpoints says gelu but means the approximation by tanh.

@@ -29,6 +29,7 @@ LAYERS_OF_27B = 46
 
 
 def read_config(config: ConfigValues) -> DecoderSpec:
+    config.refuse_later_tokens()
     num_layers = config.size("num_layers", "num_hidden_layers")
     kinds = config.layer_types(num_layers) or [
         "full_attention" if layer % 2 else WINDOWED for layer in range(num_layers)

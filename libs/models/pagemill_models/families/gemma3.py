@@ -19,8 +19,7 @@ DEFAULT_PATTERN = 6
 def read_config(config: ConfigValues) -> DecoderSpec:
     if config.optional_number("attn_logit_softcapping") is not None:
         raise config.unsupported("capped scores (`attn_logit_softcapping`)")
-    if config.flag("use_bidirectional_attention", False):
-        raise config.unsupported("attention to later tokens (`use_bidirectional_attention`)")
+    causal = not config.flag("use_bidirectional_attention", False)
     num_layers = config.size("num_layers", "num_hidden_layers")
     period = config.size("period", "sliding_window_pattern", "_sliding_window_pattern", default=DEFAULT_PATTERN)
     kinds = config.layer_types(num_layers) or [
@@ -33,7 +32,10 @@ def read_config(config: ConfigValues) -> DecoderSpec:
         name = f"{plain.layers[index].name}.self_attn"
         norm = NormSpec(name=f"{name}.q_norm", size=spec.head_dim, eps=_eps(config), weight_offset=1.0)
         rope = spec.rope if kinds[index] != WINDOWED else local_rope(config, spec.head_dim, context)
-        return replace(spec, query_norm=norm, key_norm=replace(norm, name=f"{name}.k_norm"), rope=rope)
+        norms = {"query_norm": norm, "key_norm": replace(norm, name=f"{name}.k_norm")}
+        # EmbeddingGemma's windows reach as far ahead as back, and their size is that of both sides.
+        window = spec.window if causal or spec.window is None else spec.window // 2 + 1
+        return replace(spec, **norms, rope=rope, causal=causal, window=window)
 
     return with_attention(plain, attention)
 

@@ -41,6 +41,7 @@ class GGMLType(enum.IntEnum):
     TQ1_0 = 34
     TQ2_0 = 35
     MXFP4 = 39
+    NVFP4 = 40
 
     @property
     def block_elements(self) -> int:
@@ -84,4 +85,5 @@ _BLOCKS: dict[GGMLType, tuple[int, int]] = {
     GGMLType.TQ1_0: (256, 54),
     GGMLType.TQ2_0: (256, 66),
     GGMLType.MXFP4: (32, 17),
+    GGMLType.NVFP4: (64, 36),
 }

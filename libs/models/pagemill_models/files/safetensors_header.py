@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from pagemill_models.files.encoder_files import needed_files
 from pagemill_models.files.json_file import read_object, read_text
 from pagemill_models.files.partial_download import awaited_bytes
 from pagemill_models.files.regular_file import MODULES_FILE, open_regular
@@ -74,7 +75,7 @@ def read_folder_headers(folder: Path) -> dict[str, TensorHeader]:
 
 def shard_paths(folder: Path) -> list[Path]:
     """Return the weight files of a folder: the single file if there is one, otherwise those of the index, as
-    transformers, and those of its modules.
+    transformers, except files of encoders, and those of its modules.
 
     Raises `UnreadableModelError`.
     """
@@ -164,10 +165,22 @@ def _is_pointer(path: Path) -> bool:
 
 
 def _entries(folder: Path) -> dict[str, str]:
+    """Return tensor name -> file of the index, without files of encoders."""
+    files = _indexed(folder)
+    needed = needed_files(files)
+    return {tensor: name for tensor, name in files.items() if name in needed}
+
+
+def _indexed(folder: Path) -> dict[str, str]:
     entries = read_object(folder / INDEX_FILE).get("weight_map")
     if not isinstance(entries, dict) or not entries:
         raise UnreadableModelError(f"`{folder / INDEX_FILE}` has no `weight_map`.")
     return {tensor: str(name) for tensor, name in entries.items()}
+
+
+def encoder_files(folder: Path) -> set[str]:
+    """Return the files of the folder's index that hold encoders only. Raises `UnreadableModelError`."""
+    return set(_indexed(folder).values()) - set(_entries(folder).values())
 
 
 def header_end(start: bytes) -> int:

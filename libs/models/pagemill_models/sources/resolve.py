@@ -31,7 +31,7 @@ from pagemill_protocol.source_errors import FetchError, SourceError
 
 logger = logging.getLogger("pagemill.sources")
 
-_QUANTIZATION_SUFFIX = re.compile(r"[.-](?:UD-)?(?:I?Q\d\w*|T?Q[12]_0|MXFP4|BF16|F?P?16|F?P?32)$", re.IGNORECASE)
+_QUANTIZATION_SUFFIX = re.compile(r"[.-](?:UD-)?(?:I?Q\d\w*|T?Q[12]_0|MXFP4|NVFP4|BF16|F?P?16|F?P?32)$", re.IGNORECASE)
 _SEARCH_DEPTH = 2
 """Depth of subfolders in which a model is searched: images have it in `/models/NAME`."""
 

@@ -1,4 +1,9 @@
-"""Return the declaration for a config.json, by its family."""
+"""Return the declaration for a config.json, by its family.
+
+Of a multimodal model it is that of the text part: the values of `text_config`, under the class's own defaults. Encoders
+are not read. Text has the same position on all axes of a multimodal rotary embedding (mRoPE), which then equals the
+plain one.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +11,25 @@ import json
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from pagemill_models.declaration.config_values import ConfigValues
 from pagemill_models.declaration.declaration import ClassifierSpec, DecoderSpec, DenseSpec, LinearSpec, MatrixSpec
 from pagemill_models.declaration.errors import UnsupportedModelArchitecture, contradictions
-from pagemill_models.declaration.known import BUILT_IN, GROUP, OTHER_CLASSES, RECURRENT, unsupported
+from pagemill_models.declaration.known import BUILT_IN, GROUP, MULTIMODAL, OTHER_CLASSES, RECURRENT, unsupported
 from pagemill_models.declaration.limits import Held
 from pagemill_models.declaration.registry import FoundFamily, find_family, find_text_family
 from pagemill_models.files.regular_file import MODULES_FILE
 from pagemill_models.spec import by_transformers
 from pagemill_models.spec.by_transformers import class_is_installed, recurrent_key
 from pagemill_models.spec.contexts import with_scaled_context
-from pagemill_models.spec.text_parts import text_part
 from pagemill_protocol.source_errors import UnreadableModelError
 
 CLASSIFIER = "ForSequenceClassification"
+_TIED = "tie_word_embeddings"
+_ROPE_TYPES = ("rope_type", "type")
 
 
 def decoder_from_config(values: dict[str, Any], path: Path, held: Held | None = None) -> DecoderSpec:
@@ -42,8 +48,12 @@ def decoder_from_config(values: dict[str, Any], path: Path, held: Held | None = 
     config = ConfigValues(path, own, found.architecture, held, defaults)
     with contradictions(path):
         decoder = _with_stacked(with_scaled_context(found.family.read_config(config), path))
+    if decoder.is_causal and not config.flag("is_causal", True):
+        raise config.unsupported("attention to later tokens (`is_causal`)")
     decoder = decoder if part is None else msgspec.structs.replace(decoder, text_only=True)
     if decoder.head is None or not (_is_headless(names, found) or _pools(names, path.parent)):
+        if decoder.head is not None and not decoder.is_causal:
+            raise config.unsupported("text from attention to later tokens (`use_bidirectional_attention`)")
         return decoder
     if decoder.by_transformers:
         raise config.unsupported("pooling in place of a head (by its class in transformers)")
@@ -78,10 +88,11 @@ def architectures_of(values: dict[str, Any]) -> list[str]:
 
 
 def _is_headless(names: list[str], found: FoundFamily) -> bool:
-    """Whether the files name a family's class without its head, such as `Qwen3Model`, and not an old spelling of it."""
+    """Whether the files name a family's class without its head, such as `Qwen3Model` or `Gemma3TextModel`, and not an
+    old spelling of it."""
     spellings = {spelling for known in BUILT_IN.values() for spelling in known.architectures}
-    headless = found.architecture.partition("For")[0] + "Model"
-    return headless in names and headless not in spellings
+    base = found.architecture.partition("For")[0]
+    return any(name in names and name not in spellings for name in (f"{base}Model", f"{base}TextModel"))
 
 
 def _find_family(architectures: list[str], values: dict[str, Any], path: Path) -> FoundFamily:
@@ -128,3 +139,32 @@ def _without_head(decoder: DecoderSpec, num_labels: int | None) -> DecoderSpec:
         ignored=(*decoder.ignored, *head),
         optional_prefix=decoder.optional_prefix or decoder.embedding.name.partition(".")[0] + ".",
     )
+
+
+class TextPart(NamedTuple):
+    architecture: str
+    """Name of the whole model."""
+    model_type: str
+    """That of its text part."""
+    values: dict[str, Any]
+
+
+def text_part(architectures: list[str], values: dict[str, Any]) -> TextPart | None:
+    """Return the text part of a multimodal model. `values`: of its config.json; old ones have no `text_config`."""
+    name = next((each for each in architectures if each in MULTIMODAL), None)
+    if name is None:
+        return None
+    own = values.get("text_config")
+    text = dict(own) if isinstance(own, dict) else {key: each for key, each in values.items() if key != "text_config"}
+    found = text.get("model_type")
+    model_type = found if isinstance(found, str) and isinstance(own, dict) else MULTIMODAL[name].text_type
+    for key in ("rope_scaling", "rope_parameters"):
+        if isinstance(text.get(key), dict):
+            text[key] = _of_text(text[key])
+    ties = (values.get(_TIED), text.get(_TIED))
+    text[_TIED] = True in ties or (MULTIMODAL[name].tied and ties[0] is None)
+    return TextPart(name, model_type, text)
+
+
+def _of_text(rope: dict[str, Any]) -> dict[str, Any]:
+    return {key: "default" if key in _ROPE_TYPES and each == "mrope" else each for key, each in rope.items()}

@@ -26,8 +26,7 @@ from pagemill_models.spec.decoders import decoder_from_config
 from pagemill_models.spec.model_spec import ModelSpec, checked
 from pagemill_models.spec.pooling_files import most_tokens, read_pooling
 from pagemill_models.spec.sentence_modules import behind_pooling, read_modules
-from pagemill_models.spec.stored_names import declared_names
-from pagemill_models.spec.text_parts import with_stored_head
+from pagemill_models.spec.stored_names import declared_names, with_stored_head
 from pagemill_protocol.source_errors import UnreadableModelError
 
 
@@ -55,7 +54,7 @@ def spec_from_folder(folder: Path, *, by_index: bool = False) -> ModelSpec:
         held = held_by(tensor.shape for tensor in tensors.values())
     decoder = decoder_from_config(values, path, held)
     names = declared_names(tensors if index is None else index.names, decoder)
-    decoder = with_stored_head(decoder, names.keys())
+    decoder = with_stored_head(decoder, folder, names, by_index=by_index)
     pooling = None
     if decoder.head is None:
         modules = None if decoder.classifier is not None else read_modules(folder, decoder.hidden_size)

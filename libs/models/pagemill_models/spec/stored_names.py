@@ -1,29 +1,29 @@
-"""Which stored tensor each declared tensor is: prefixes that files add or leave out, and tensors of encoders."""
+"""Which stored tensor each declared tensor is: prefixes that files add or leave out, tensors of encoders, and heads.
+
+A stored head is used as in transformers 5: also beside a configuration that shares the embedding with it, unless it is
+a copy. A copy is not kept in memory twice; its bytes are compared once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import BinaryIO
 
+from pagemill_models.declaration.changes import changed_head, replace
 from pagemill_models.declaration.declaration import DecoderSpec
+from pagemill_models.files.encoder_files import is_of_encoder
+from pagemill_models.files.partial_download import awaited_bytes
+from pagemill_models.files.regular_file import open_regular
+from pagemill_models.files.safetensors_header import TensorHeader, read_shard, shard_paths
 
+CHUNK_BYTES = 1024**2
 _DECLARED = "model."
 _PREFIXES = ("model.language_model.", "language_model.model.", _DECLARED)
 """Prefixes of a text part's tensors, of which a file has one."""
 _OLD = {"gamma": "weight", "beta": "bias"}
 _MIXTRAL = ".block_sparse_moe."
 _OF_EXPERT = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-_ENCODERS = frozenset(
-    {
-        "audio_tower",
-        "embed_audio",
-        "embed_vision",
-        "multi_modal_projector",
-        "vision_embedder",
-        "vision_model",
-        "vision_tower",
-        "visual",
-    }
-)
 
 
 def declared_names(stored: Iterable[str], decoder: DecoderSpec) -> dict[str, str]:
@@ -59,11 +59,6 @@ def _prefixed(stored: list[str], decoder: DecoderSpec) -> dict[str, str]:
     return {name if name in declared or decoder.is_ignored(name) else prefix + name: name for name in stored}
 
 
-def is_of_encoder(name: str) -> bool:
-    """Whether a tensor of a multimodal model belongs to an encoder, or to the projection of its results."""
-    return name.removeprefix(_DECLARED).partition(".")[0] in _ENCODERS
-
-
 def _prefix(stored: list[str], decoder: DecoderSpec) -> str:
     """Return the prefix before the embedding; a file without one of them lacks declared tensors."""
     embedding = decoder.embedding.name.removeprefix(_DECLARED) + "."
@@ -75,3 +70,36 @@ def _text_name(name: str, prefix: str) -> str:
         return _DECLARED + name.removeprefix(prefix)
     of_head = name.removeprefix("model.").removeprefix("language_model.")
     return of_head if of_head.startswith("lm_head.") else name
+
+
+def with_stored_head(
+    decoder: DecoderSpec, folder: Path, stored: Mapping[str, str], *, by_index: bool = False
+) -> DecoderSpec:
+    """Return the decoder with the head that the files hold, whatever their configuration says about the embedding.
+
+    `stored`: the stored name of each declared one. `by_index`: the weights are absent, so that nothing is compared.
+    """
+    if decoder.head is None or not decoder.head.tied:
+        return decoder
+    head, embedding = stored.get(f"{decoder.head.name}.weight"), stored.get(f"{decoder.embedding.name}.weight")
+    if head is None or embedding is None or (not by_index and _are_equal(folder, head, embedding)):
+        return decoder
+    return replace(decoder, head=changed_head(decoder, tied=False))
+
+
+def _are_equal(folder: Path, *names: str) -> bool:
+    """Whether two stored tensors have the same type, shape and bytes. Files that arrive are not waited for: false."""
+    found = [(shard, each) for shard in shard_paths(folder) for each in read_shard(folder, shard) if each.name in names]
+    (path, one), (other_path, other) = found
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    if any(awaited_bytes(each) is not None for each in (path, other_path)):
+        return False
+    with open(open_regular(path, folder), "rb") as file, open(open_regular(other_path, folder), "rb") as other_file:
+        starts = range(0, one.num_bytes, CHUNK_BYTES)
+        return all(_chunk(file, one, start) == _chunk(other_file, other, start) for start in starts)
+
+
+def _chunk(file: BinaryIO, tensor: TensorHeader, start: int) -> bytes:
+    file.seek(tensor.offset + start)
+    return file.read(min(CHUNK_BYTES, tensor.num_bytes - start))

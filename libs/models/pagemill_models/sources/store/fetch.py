@@ -1,4 +1,5 @@
-"""One fetch of a model: list, select, evict, fetch, check, publish. `config.json` comes first.
+"""One fetch of a model: list, select, evict, fetch, check, publish. `config.json` and the index come first: files of
+encoders alone are not fetched.
 
 Several files are fetched at once. An interrupted download is resumed, as long as bytes keep arriving. A loader may
 begin as soon as everything but the weights has arrived; these are then fetched in order, fewer at once, so that the
@@ -18,7 +19,7 @@ from typing import NamedTuple, Protocol, TypeVar
 from pagemill_models.adapters.limits import ADAPTER_CONFIG
 from pagemill_models.declaration.config_values import CONFIG_FILE
 from pagemill_models.files.partial_download import FileLink, PartialDownload
-from pagemill_models.files.safetensors_header import header_end
+from pagemill_models.files.safetensors_header import encoder_files, header_end
 from pagemill_models.sources.base import ReadsRanges, RemoteFile, Repository, SourceKind
 from pagemill_models.sources.selection import INDEX, select_files
 from pagemill_models.sources.store.checks import HEADS, check_complete, check_heads, check_started
@@ -104,22 +105,31 @@ class Fetch:
             files = self._select(repository.name, self._kind.file_of(self._source), listing.files)
         self._repository, self._version = repository, listing.version
         self._folder.begin(listing.version)
+        heads = [file for file in files if file.path in HEADS]
+        # Only the index says which weights are needed.
+        known = heads if any(file.path == INDEX for file in heads) else files
+        self._evict(self._folder, self._folder.missing_bytes(known))
+        self._fetch_heads(heads, {file.path for file in files})
+        files = self._needed(files)
         self._evict(self._folder, self._folder.missing_bytes(files))
         total = sum(file.num_bytes for file in files)
         self._report(event="loading", version=listing.version, num_files=len(files), num_bytes=total)
         with self._progress(files, total):
-            self._fetch_heads(files)
             self._fetch_in_order(files, self._weights_to_load(files))
         self._unpack(files)
         self._folder.publish(self._source, listing.version)
 
-    def _fetch_heads(self, files: list[RemoteFile]) -> None:
-        """Fetch and check the files that describe the model, before its weights are fetched."""
-        names = {file.path for file in files}
-        for file in files:
-            if file.path in HEADS:
-                self._fetch(file)
+    def _fetch_heads(self, heads: list[RemoteFile], names: set[str]) -> None:
+        """Fetch and check the files that describe the model, before its weights. `names`: of all of its files."""
+        for file in heads:
+            self._fetch(file)
         check_heads(self._folder.staging, names, self._repository.name)
+
+    def _needed(self, files: list[RemoteFile]) -> list[RemoteFile]:
+        """Return the files without those of encoders, which the index names."""
+        with _as_fetch_error():
+            unread = encoder_files(self._folder.staging) if any(file.path == INDEX for file in files) else set()
+        return [file for file in files if file.path not in unread]
 
     def _weights_to_load(self, files: list[RemoteFile]) -> list[RemoteFile]:
         """Return the weights that a loader awaits one by one; none where they are a single file or have no readable
