@@ -60,8 +60,8 @@ MODELS_NOTES = """\
 - **Multimodal models** are served as their text part: @MULTIMODAL@. The keys of `text_config` are read, tensors may
   have any of the prefixes `model.language_model.`, `language_model.model.` and `model.`, and those of encoders are not
   loaded, nor are files fetched that hold nothing else by the index; the start and `/version` say "text only", and
-  images in requests are refused. `InternVLChatModel` and Llama
-  3.2 Vision are refused; the error says what to use instead.
+  images in requests are refused. `InternVLChatModel`, Llama 3.2 Vision and Gemma 3n are refused; the error says what
+  to use instead.
 - **A head in the files** (`lm_head.weight`) is used if it differs from the embedding, whatever `tie_word_embeddings`
   says, as in transformers 5; a copy of the embedding is in memory once.
 - **Keys that a `config.json` lacks** have the values of the configuration class of transformers 5.23.

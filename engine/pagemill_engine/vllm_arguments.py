@@ -56,7 +56,9 @@ _PARSERS = {
     "ernie45": "hermes",
 }
 _REASONING = {
-    **dict.fromkeys(("deepseek_r1", "qwen3", "glm45", "kimi_k2", "minimax_m2", "hunyuan_a13b", "ernie45"), "think"),
+    **dict.fromkeys(("deepseek_r1", "qwen3", "glm45", "kimi_k2", "minimax_m2"), "think"),
+    "hunyuan_a13b": "hunyuan",
+    "ernie45": "ernie",
     "mistral": "magistral",
     "seed_oss": "seed-oss",
     "openai_gptoss": "harmony",

@@ -14,6 +14,7 @@ from examples import num_examples
 from pagemill_api.answers.events import (
     CallArguments,
     CallBegin,
+    CallEnd,
     Content,
     Event,
     Reasoning,
@@ -31,12 +32,24 @@ FORMS = [
     *(AnswerFormat(tools=name, string_parameters={"weather": ["city"]}) for name in CASES),
     *(AnswerFormat(tools=name, reasoning="think", string_parameters={"weather": ["city"]}) for name in CASES),
     AnswerFormat(reasoning="magistral", starts_in_reasoning=True),
+    AnswerFormat(reasoning="hunyuan", tools="hunyuan"),
+    AnswerFormat(reasoning="ernie", tools="hermes", starts_in_reasoning=True),
 ]
 
 
 def test_every_registered_parser_has_a_case() -> None:
     assert set(tool_parser_names()) == {"auto", "none", *CASES}
-    assert reasoning_parser_names() == ["auto", "none", "think", "magistral", "seed-oss", "gemma4", "harmony"]
+    assert reasoning_parser_names() == [
+        "auto",
+        "none",
+        "think",
+        "magistral",
+        "seed-oss",
+        "gemma4",
+        "hunyuan",
+        "ernie",
+        "harmony",
+    ]
 
 
 @pytest.mark.parametrize(("name", "answer", "content", "calls"), ALL)
@@ -64,7 +77,26 @@ def test_reasoning_comes_before_text_and_calls(
 
 SNIPPETS = st.sampled_from(
     [answer for _, answer, _, _ in ALL]
-    + ["<think>", "</think>", "[THINK]", "[/THINK]", " \n", "{", '"', "\\", "}", "[", "(", ")", "words", "=", ">", ","]
+    + [
+        "<think>",
+        "</think>",
+        "[THINK]",
+        "[/THINK]",
+        "<answer>",
+        "</answer>",
+        " \n",
+        "{",
+        '"',
+        "\\",
+        "}",
+        "[",
+        "(",
+        ")",
+        "words",
+        "=",
+        ">",
+        ",",
+    ]
 )
 
 
@@ -166,6 +198,34 @@ def test_without_parallel_calls_only_the_first_call_is_returned() -> None:
 def test_an_answer_of_reasoning_only_has_no_text() -> None:
     form = AnswerFormat(reasoning="think", starts_in_reasoning=True)
     assert events_of(form, "Hm, <", "thi") == [Reasoning("Hm, <thi")]
+
+
+WHY, CALL = Reasoning("Why?"), '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+CALLED = [CallBegin("f"), CallArguments("{}"), CallEnd()]
+
+
+@pytest.mark.parametrize(("name", "tag"), [("hunyuan", "answer"), ("ernie", "response")])
+@pytest.mark.parametrize(
+    ("answer", "events"),
+    [
+        ("<think>\nWhy?\n</think>\n<TAG>\nA  b.\n\nC\n</TAG>", [WHY, Content("A  b.\n\nC")]),
+        ("<think>\nWhy?\n</think>\n\n<TAG>\nA\n</TAG>\n" + CALL, [WHY, Content("A"), *CALLED]),
+        ("<think>\nWhy?\n</think>\n" + CALL, [WHY, *CALLED]),
+        ("<think>\nWhy?\n</think>\nA <TAG> b </TAG>", [WHY, Content("A <TAG> b </TAG>")]),
+        ("<TAG>A</TAG>", [Content("A")]),
+        ("<think>\nWhy?\n</think>\n<TAG>\nA\n</TAG", [WHY, Content("A\n</TAG")]),
+        ("<think>\nWhy?\n</think>\n<TAG>\nA \n", [WHY, Content("A \n")]),
+        ("<think>\nWhy?\n</think>\n<TAG", [WHY, Content("<TAG")]),
+    ],
+)
+def test_markers_around_the_text_behind_reasoning_are_left_out(
+    name: str, tag: str, answer: str, events: list[Event]
+) -> None:
+    form, answer = AnswerFormat(reasoning=name, tools="hermes"), answer.replace("TAG", tag)
+    expected = [
+        each._replace(text=each.text.replace("TAG", tag)) if isinstance(each, Content) else each for each in events
+    ]
+    assert events_of(form, answer) == events_of(form, *answer) == expected
 
 
 def test_hidden_reasoning_is_left_out() -> None:

@@ -149,6 +149,8 @@ def test_with_tool_choice_none_tools_are_not_rendered(prepared: Any) -> None:
         ("tools <tool_call> </think>", "hermes", "think"),
         ("tools <tool_call><function=f><parameter=p>", "qwen3-coder", ""),
         ("tools [TOOL_CALLS] [THINK] [/THINK]", "mistral", "magistral"),
+        ("tools <tool_calls> </think> <answer> </answer>", "hunyuan", "hunyuan"),
+        ("tools <tool_call> </think> <response> </response>", "hermes", "ernie"),
         ("tools <|channel|>", "harmony", "harmony"),
         ("tools <｜tool▁calls▁begin｜>", "deepseek", ""),
         ("tools [func(a=1)]", "pythonic", ""),

@@ -41,7 +41,7 @@ _METADATA = {
     "attention.scale": ("attention_multiplier",),
     "use_parallel_residual": ("use_parallel_residual",),
 }
-_WINDOWED = ("gemma2", "gemma3", "phi3")
+_WINDOWED = ("cohere2", "exaone4", "gemma2", "gemma3", "phi3")
 _ROTATED_APART = ("granite", "llama", "smollm3")
 _AROUND_ONE = ("gemma", "gemma2", "gemma3", "nemotron")
 
@@ -57,7 +57,10 @@ def write_family_gguf(
     config: Config = json.loads((folder / "config.json").read_text())
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=SPLIT_TENSORS if parts > 1 else 0)
     for key, value in (_common(config, architecture) | _own(config, architecture) | metadata).items():
-        add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+        add = {
+            bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string,
+            list: writer.add_array,
+        }  # fmt: skip
         add[type(value)](f"{architecture}.{key}", value)
     if tokenizer is not None:
         writer.add_tokenizer_model(tokenizer)
@@ -160,6 +163,9 @@ def _own(config: Config, architecture: str) -> dict[str, Any]:
     if architecture == "gemma3":
         local = config["rope_parameters"]["sliding_attention"]["rope_theta"]
         return {"rope.freq_base_swa": float(local)}
+    if architecture == "hunyuan-dense":  # converters multiply the base instead of writing the scaling
+        rope, size = config["rope_parameters"], config["head_dim"]
+        return {"rope.freq_base": rope["rope_theta"] * rope["alpha"] ** (size / (size - 2))}
     if architecture == "mpt":
         settings = config["attn_config"]
         clip = settings.get("clip_qkv")

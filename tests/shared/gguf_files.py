@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from expert_models import DEEPSEEK_V2, LATENT
-from family_models import FALCON, GPT2, LLAMA, MODELS, VARIANTS
+from family_models import FALCON, GPT2, LLAMA, MODELS, NEW, VARIANTS
 
 PROMPTS: list[list[int]] = [[3 + 7 * at % 190 for at in range(length)] for length in (1, 5, 40)]
 FALCON_GROUPED = {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2}
@@ -46,6 +46,13 @@ FILES: dict[str, tuple[str, tuple[str, dict[str, Any]]]] = {
     "stablelm": ("stablelm", VARIANTS["stablelm"]),
     "stablelm side by side": ("stablelm", VARIANTS["stablelm side by side"]),
     "stablelm with norms of heads": ("stablelm", VARIANTS["stablelm with norms of heads"]),
+    "cohere2": ("cohere2", NEW["cohere2"]),
+    "ernie4_5": ("ernie4_5", NEW["ernie4_5"]),
+    "exaone4": ("exaone4", NEW["exaone4"]),
+    "exaone4 without windows": ("exaone4", ("Exaone4ForCausalLM", {**LLAMA, "sliding_window": None})),
+    "glm4": ("glm4", NEW["glm4"]),
+    "hunyuan-dense": ("hunyuan-dense", NEW["hunyuan_v1_dense"]),
+    "seed_oss": ("seed_oss", NEW["seed_oss"]),
     "command-r": ("command-r", VARIANTS["cohere"]),
     "command-r with norms of heads": ("command-r", VARIANTS["cohere with norms of heads"]),
     "nemotron": ("nemotron", VARIANTS["nemotron"]),

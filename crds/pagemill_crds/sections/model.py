@@ -142,7 +142,8 @@ class ModelSection(Section):
     installed package. `auto` chooses the parser that fits the chat template; with `none`,
     requests with tools are refused."""
     reasoning_parser: ParserName = "auto"
-    """Parser that separates reasoning from the answer: `think`, `magistral`, `harmony`, `gemma4`, `seed-oss` or `auto`.
+    """Parser that separates reasoning from the answer: `think`, `magistral`, `harmony`, `gemma4`, `seed-oss`,
+    `hunyuan`, `ernie` or `auto`.
     With `none`, reasoning stays in the text."""
     generation_defaults: GenerationDefaultsSection | None = None
     """Sampling parameters of requests that send none."""

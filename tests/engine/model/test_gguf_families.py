@@ -91,9 +91,19 @@ def test_a_gemma_2_file_without_a_window_gets_the_published_one(tmp_path: Path) 
     assert load_model_spec(tmp_path / "model.gguf").decoder.windows() == {4096, None}
 
 
+def test_the_layers_with_a_window_are_those_that_a_file_lists(tmp_path: Path) -> None:
+    architecture, model = FILES["exaone4"]
+    write_model(*model, tmp_path)
+    windowed = [True, False, False, True]
+    write_family_gguf(tmp_path / "model.gguf", tmp_path, architecture, **{"attention.sliding_window_pattern": windowed})
+    decoder = load_model_spec(tmp_path / "model.gguf").decoder
+    assert [attention.window is not None for attention in decoder.attentions()] == windowed
+
+
 @pytest.mark.parametrize(
     ("name", "metadata", "message"),
     [
+        ("exaone4", {"attention.sliding_window_pattern": [True]}, "a list of 4 names"),
         ("olmo2", {"attention.sliding_window": 64}, "a sliding window \\(OLMo 3\\)"),
         ("mpt", {"attention.max_alibi_bias": 0.0}, "`attn_config.alibi` = False"),
     ],

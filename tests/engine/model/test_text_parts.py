@@ -179,7 +179,12 @@ def test_old_files_of_qwen_have_the_text_beside_the_encoder(gemma: Family, tmp_p
 
 @pytest.mark.parametrize(
     ("name", "remedy"),
-    [("InternVLChatModel", "InternVLForConditionalGeneration"), ("MllamaForConditionalGeneration", "cross-attention")],
+    [
+        ("InternVLChatModel", "InternVLForConditionalGeneration"),
+        ("MllamaForConditionalGeneration", "cross-attention"),
+        ("Gemma3nForCausalLM", "AltUp"),
+        ("Gemma3nForConditionalGeneration", "AltUp"),
+    ],
 )
 def test_what_is_not_supported_is_refused_with_what_to_use(
     name: str, remedy: str, gemma: Family, tmp_path: Path, runner_loader: Loader

@@ -114,12 +114,17 @@ BUILT_IN = (
     ),
 )
 """In the order of detection."""
+_THINK = ("<think>", "</think>")
 MARKERS = {
-    "think": ("<think>", "</think>"),
+    "think": _THINK,
     "magistral": ("[THINK]", "[/THINK]"),
     "seed-oss": ("<seed:think>", "</seed:think>"),
     "gemma4": gemma4.REASONING,
+    "hunyuan": _THINK,
+    "ernie": _THINK,
 }
+ENCLOSED = {"hunyuan": ("<answer>", "</answer>"), "ernie": ("<response>", "</response>")}
+"""The markers around the text behind reasoning, which an answer may leave out."""
 REASONING_ENDS = {**MARKERS, HARMONY: harmony.REASONING}
 """The markers before and after reasoning."""
 
@@ -151,11 +156,12 @@ def call_syntax(name: str, template: str) -> CallSyntax | None:
 def reasoning_parser(answer_format: AnswerFormat) -> Parser:
     """Return the reasoning parser of a format other than harmony."""
     begin, end = MARKERS[answer_format.reasoning]
+    enclosed = ENCLOSED.get(answer_format.reasoning)
     if not answer_format.tools:
-        return ThinkParser(begin, end, answer_format.starts_in_reasoning)
+        return ThinkParser(begin, end, answer_format.starts_in_reasoning, enclosed=enclosed)
     make_tools = partial(tool_parser, answer_format.tools, answer_format.string_parameters)
     call_markers = make_tools().call_markers
-    return ThinkParser(begin, end, answer_format.starts_in_reasoning, call_markers, make_tools)
+    return ThinkParser(begin, end, answer_format.starts_in_reasoning, call_markers, make_tools, enclosed)
 
 
 def call_id_form(name: str) -> Literal["", "short", "named"]:
@@ -188,7 +194,8 @@ def detect_reasoning(template: str, setting: str = AUTO) -> str:
         return "" if setting == NONE else _known(setting, reasoning_parser_names(), "model.reasoningParser")
     if "<|channel|>" in template:
         return HARMONY
-    return next((name for name, (_, end) in MARKERS.items() if end in template), "")
+    names = (*(name for name, (_, end) in ENCLOSED.items() if end in template), *MARKERS)
+    return next((name for name in names if MARKERS[name][1] in template), "")
 
 
 def _known(name: str, names: Sequence[str], field: str) -> str:

@@ -118,6 +118,12 @@ class GGUFValues:
             raise self.wrong("attention.sliding_window", window, f"a whole number from 0 to {MAX_WINDOW - 1}")
         return int(window) or None
 
+    def layer_types(self) -> list[str] | None:
+        """Return the kind of each layer as in `config.json`, or None where the file does not say which have a
+        window."""
+        windowed = self.file.get(f"{self._prefix}.attention.sliding_window_pattern", list)
+        return None if windowed is None else ["sliding_attention" if each else "full_attention" for each in windowed]
+
     def rope(self, head_dim: int, context: int, *, partial: bool = False) -> RopeSpec:
         rotary_dim = self.size("rotary_dim", "rope.dimension_count", head_dim)
         if rotary_dim != head_dim and not partial:

@@ -39,18 +39,18 @@ BUILT_IN: dict[str, Names] = {
     "bert": Names(("BertModel", "BertForMaskedLM", "BertForPreTraining", "BertForSequenceClassification"), "bert"),
     "bloom": Names(("BloomForCausalLM",), "bloom", ("bloom",)),
     "cohere": Names(("CohereForCausalLM",), "cohere", ("command-r",)),
-    "cohere2": Names(("Cohere2ForCausalLM",), "cohere2"),
+    "cohere2": Names(("Cohere2ForCausalLM",), "cohere2", ("cohere2",)),
     "deepseek_v2": Names(("DeepseekV2ForCausalLM",), "deepseek_v2"),
     "deepseek_v3": Names(("DeepseekV3ForCausalLM",), "deepseek_v3", ("deepseek2",)),
-    "ernie4_5": Names(("Ernie4_5ForCausalLM",), "ernie4_5"),
+    "ernie4_5": Names(("Ernie4_5ForCausalLM",), "ernie4_5", ("ernie4_5",)),
     "ernie4_5_moe": Names(("Ernie4_5_MoeForCausalLM",), "ernie4_5_moe"),
-    "exaone4": Names(("Exaone4ForCausalLM",), "exaone4"),
+    "exaone4": Names(("Exaone4ForCausalLM",), "exaone4", ("exaone4",)),
     "falcon": Names(("FalconForCausalLM", "RWForCausalLM"), "falcon", ("falcon",)),
     "gemma": Names(("GemmaForCausalLM",), "gemma", ("gemma",)),
     "gemma2": Names(("Gemma2ForCausalLM",), "gemma2", ("gemma2",)),
     "gemma3": Names(("Gemma3ForCausalLM",), "gemma3_text", ("gemma3",)),
     "gemma4": Names(("Gemma4ForCausalLM", "Gemma4UnifiedForCausalLM"), "gemma4_text"),
-    "glm4": Names(("Glm4ForCausalLM",), "glm4"),
+    "glm4": Names(("Glm4ForCausalLM",), "glm4", ("glm4",)),
     "glm4_moe": Names(("Glm4MoeForCausalLM",), "glm4_moe"),
     "glm4_moe_lite": Names(("Glm4MoeLiteForCausalLM",), "glm4_moe_lite"),
     "gpt2": Names(("GPT2LMHeadModel",), "gpt2", ("gpt2",)),
@@ -59,7 +59,7 @@ BUILT_IN: dict[str, Names] = {
     "gptj": Names(("GPTJForCausalLM",), "gptj", ("gptj",)),
     "gpt_oss": Names(("GptOssForCausalLM",), "gpt_oss", ("gpt-oss",)),
     "granite": Names(("GraniteForCausalLM",), "granite", ("granite",)),
-    "hunyuan_v1_dense": Names(("HunYuanDenseV1ForCausalLM",), "hunyuan_v1_dense"),
+    "hunyuan_v1_dense": Names(("HunYuanDenseV1ForCausalLM",), "hunyuan_v1_dense", ("hunyuan-dense",)),
     "hunyuan_v1_moe": Names(("HunYuanMoEV1ForCausalLM",), "hunyuan_v1_moe"),
     "internlm": Names(("InternLMForCausalLM",), "internlm"),
     "internlm2": Names(("InternLM2ForCausalLM",), "internlm2", ("internlm2",)),
@@ -91,7 +91,7 @@ BUILT_IN: dict[str, Names] = {
     "qwen3_5_moe": Names(("Qwen3_5MoeForCausalLM",), "qwen3_5_moe_text"),
     "qwen3_next": Names(("Qwen3NextForCausalLM",), "qwen3_next"),
     "roberta": Names(("RobertaModel", "RobertaForMaskedLM", "RobertaForSequenceClassification"), "roberta"),
-    "seed_oss": Names(("SeedOssForCausalLM",), "seed_oss"),
+    "seed_oss": Names(("SeedOssForCausalLM",), "seed_oss", ("seed_oss",)),
     "smollm3": Names(("SmolLM3ForCausalLM",), "smollm3", ("smollm3",)),
     "stablelm": Names(("StableLmForCausalLM", "StableLMEpochForCausalLM"), "stablelm", ("stablelm",)),
     "starcoder2": Names(("Starcoder2ForCausalLM",), "starcoder2", ("starcoder2",)),
@@ -136,6 +136,11 @@ TEXT_TYPES: dict[str, str] = {
 OTHER_CLASSES: dict[str, str] = {
     "InternVLChatModel": "Fetch the same model with the class `InternVLForConditionalGeneration` (its name ends with "
     "`-HF`), or convert it with transformers' convert_internvl_weights_to_hf.py.",
+    **dict.fromkeys(
+        ("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"),
+        "Its layers compute several streams of hidden states (AltUp), which is not supported; use a model with the "
+        "class `Gemma3ForConditionalGeneration` or `Gemma4ForConditionalGeneration`.",
+    ),
     "MllamaForConditionalGeneration": "Its layers of cross-attention read images; use a model with the class "
     "`LlamaForCausalLM`, such as Llama 3.1, of which it is made.",
 }

@@ -24,8 +24,13 @@ def read_config(config: ConfigValues) -> DecoderSpec:
 
 
 def read_gguf(values: GGUFValues) -> DecoderSpec:
+    return read_config(gguf_config(values))
+
+
+def gguf_config(values: GGUFValues) -> GGUFConfig:
     scale, normed = values.number("logit_scale", 0.0625), values.has("blk.0.attn_q_norm.weight")
-    return read_config(GGUFConfig(values, logit_scale=scale, use_qk_norm=normed))
+    return GGUFConfig(values, logit_scale=scale, use_qk_norm=normed)
 
 
-FAMILY = Family(read_config, read_gguf, gguf_names(interleaved=False))
+GGUF_NAMES = gguf_names(interleaved=False)
+FAMILY = Family(read_config, read_gguf, GGUF_NAMES)

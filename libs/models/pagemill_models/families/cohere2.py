@@ -6,6 +6,7 @@ from pagemill_models.declaration.changes import replace, with_attention
 from pagemill_models.declaration.config_values import ConfigValues
 from pagemill_models.declaration.declaration import DecoderSpec
 from pagemill_models.declaration.family import Family
+from pagemill_models.declaration.gguf_values import GGUFValues
 from pagemill_models.families import cohere
 
 
@@ -19,4 +20,8 @@ def read_config(config: ConfigValues) -> DecoderSpec:
     )
 
 
-FAMILY = Family(read_config)
+def read_gguf(values: GGUFValues) -> DecoderSpec:
+    return read_config(cohere.gguf_config(values))
+
+
+FAMILY = Family(read_config, read_gguf, cohere.GGUF_NAMES)

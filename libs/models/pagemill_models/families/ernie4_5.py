@@ -6,7 +6,9 @@ from pagemill_models.declaration.changes import replace
 from pagemill_models.declaration.config_values import ConfigValues
 from pagemill_models.declaration.declaration import DecoderSpec
 from pagemill_models.declaration.family import Family
-from pagemill_models.families.llama_like import Numbers, decoder, numbers_from_config
+from pagemill_models.declaration.gguf_config import GGUFConfig
+from pagemill_models.declaration.gguf_values import GGUFValues
+from pagemill_models.families.llama_like import Numbers, decoder, gguf_names, numbers_from_config
 
 
 def read_config(config: ConfigValues) -> DecoderSpec:
@@ -19,4 +21,8 @@ def read_numbers(config: ConfigValues) -> Numbers:
     return replace(numbers, rope=rope, attention_bias=biased, attention_output_bias=biased, mlp_bias=biased)
 
 
-FAMILY = Family(read_config)
+def read_gguf(values: GGUFValues) -> DecoderSpec:
+    return read_config(GGUFConfig(values, use_bias=values.has("blk.0.attn_q.bias")))
+
+
+FAMILY = Family(read_config, read_gguf, gguf_names(interleaved=False))

@@ -6,8 +6,10 @@ from pagemill_models.declaration.changes import replace, with_attention
 from pagemill_models.declaration.config_values import ConfigValues
 from pagemill_models.declaration.declaration import DecoderSpec
 from pagemill_models.declaration.family import Family
+from pagemill_models.declaration.gguf_config import GGUFConfig
+from pagemill_models.declaration.gguf_values import GGUFValues
 from pagemill_models.families.llama_like import decoder, numbers_from_config
-from pagemill_models.families.olmo2 import with_layer_norms_behind
+from pagemill_models.families.olmo2 import GGUF_NAMES, with_layer_norms_behind
 
 
 def read_config(config: ConfigValues) -> DecoderSpec:
@@ -20,4 +22,8 @@ def read_config(config: ConfigValues) -> DecoderSpec:
     return with_attention(plain, lambda index, spec: spec if index in windowed else replace(spec, rope=None))
 
 
-FAMILY = Family(read_config)
+def read_gguf(values: GGUFValues) -> DecoderSpec:
+    return read_config(GGUFConfig(values, layer_types=values.layer_types()))
+
+
+FAMILY = Family(read_config, read_gguf, GGUF_NAMES)

@@ -6,8 +6,10 @@ from pagemill_models.declaration.changes import replace, with_mlp, with_output_n
 from pagemill_models.declaration.config_values import ConfigValues
 from pagemill_models.declaration.declaration import DecoderSpec, MLPSpec
 from pagemill_models.declaration.family import Family
+from pagemill_models.declaration.gguf_config import GGUFConfig
+from pagemill_models.declaration.gguf_values import GGUFValues
 from pagemill_models.declaration.parts import linear
-from pagemill_models.families.llama_like import decoder, numbers_from_config
+from pagemill_models.families.llama_like import decoder, gguf_names, numbers_from_config
 
 
 def read_config(config: ConfigValues) -> DecoderSpec:
@@ -27,4 +29,14 @@ def read_config(config: ConfigValues) -> DecoderSpec:
     return with_output_norms(with_mlp(decoder(numbers), fused), "post_self_attn_layernorm", "post_mlp_layernorm")
 
 
-FAMILY = Family(read_config)
+def read_gguf(values: GGUFValues) -> DecoderSpec:
+    return read_config(GGUFConfig(values))
+
+
+_OWN = {
+    "post_attention_norm": "post_self_attn_layernorm",
+    "post_ffw_norm": "post_mlp_layernorm",
+    "ffn_up": "mlp.gate_up_proj",
+}
+_NAMES = gguf_names(interleaved=False)
+FAMILY = Family(read_config, read_gguf, _NAMES._replace(in_layer=_NAMES.in_layer | _OWN))

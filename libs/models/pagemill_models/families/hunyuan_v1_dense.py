@@ -6,8 +6,10 @@ from pagemill_models.declaration.changes import replace, with_attention
 from pagemill_models.declaration.config_values import ConfigValues
 from pagemill_models.declaration.declaration import AttentionSpec, DecoderSpec, LayerSpec, NormSpec, RopeSpec
 from pagemill_models.declaration.family import Family
+from pagemill_models.declaration.gguf_config import GGUFConfig
+from pagemill_models.declaration.gguf_values import GGUFValues
 from pagemill_models.declaration.rope_scaling import DynamicScaling
-from pagemill_models.families.llama_like import decoder, numbers_from_config
+from pagemill_models.families.llama_like import decoder, gguf_names, numbers_from_config
 
 
 def read_config(config: ConfigValues) -> DecoderSpec:
@@ -38,4 +40,10 @@ def _attention(plain: AttentionSpec, layer: LayerSpec, eps: float) -> AttentionS
     return replace(plain, query_norm=query, key_norm=key, norms_behind_rotation=True)
 
 
-FAMILY = Family(read_config)
+def read_gguf(values: GGUFValues) -> DecoderSpec:
+    return read_config(GGUFConfig(values))
+
+
+_NAMES = gguf_names(interleaved=False)
+_NORMS = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
+FAMILY = Family(read_config, read_gguf, _NAMES._replace(in_layer=_NAMES.in_layer | _NORMS))

@@ -67,4 +67,5 @@ def read_gguf(values: GGUFValues) -> DecoderSpec:
 
 _BEHIND = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _NAMES = gguf_names(interleaved=False)
-FAMILY = Family(read_config, read_gguf, _NAMES._replace(in_layer=_NAMES.in_layer | _BEHIND))
+GGUF_NAMES = _NAMES._replace(in_layer=_NAMES.in_layer | _BEHIND)
+FAMILY = Family(read_config, read_gguf, GGUF_NAMES)

@@ -108,10 +108,10 @@ def _find_family(architectures: list[str], values: dict[str, Any], path: Path) -
         key = recurrent_key(values)
         if key is not None:
             raise unsupported(names[0], path.parent, f" with {RECURRENT} (`{key}`)") from error
-        if class_is_installed(model_type, names[0] if "auto_map" in values else None):
-            return FoundFamily(names[0], by_transformers.FAMILY)
         if names[0] in OTHER_CLASSES:
             raise UnsupportedModelArchitecture(f"{error.message} {OTHER_CLASSES[names[0]]}") from None
+        if class_is_installed(model_type, names[0] if "auto_map" in values else None):
+            return FoundFamily(names[0], by_transformers.FAMILY)
         if "auto_map" not in values:
             raise
         raise UnsupportedModelArchitecture(
