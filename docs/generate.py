@@ -34,8 +34,8 @@ MODELS = (
 )
 MODELS_NOTES = """\
 - **Backends**: all families except DeepSeek, Gemma 4 and hybrids run on CPUs with the native kernels or with torch, and
-  on NVIDIA GPUs with Triton. On CPUs, attention with ALiBi or soft caps uses torch, and does not support `int8` KV
-  caches and `deterministic`.
+  on NVIDIA GPUs with Triton. On CPUs, heads that are no multiple of 16 need torch, and do not support `int8` KV caches
+  and `deterministic`.
 - **DeepSeek** stores one compressed vector per token and layer (`kv_lora_rank` + `qk_rope_head_dim` values), which
   `pagemill plan` and the KV cache take into account. It runs on CPUs only: matmuls and experts use native kernels,
   latent attention uses torch; `device: cuda` is refused by name. FP8 checkpoints are supported; layers for

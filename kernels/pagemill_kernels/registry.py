@@ -137,7 +137,7 @@ _IMPLEMENTATIONS: dict[str, dict[Backend, str]] = {
 _ATTENTION_FEATURES: dict[Backend, frozenset[Feature]] = {
     "reference": frozenset({"alibi", "latent", "sinks", "soft_cap"}),
     "cpu": frozenset({"alibi", "latent", "sinks", "soft_cap"}),
-    "cpu_native": frozenset({"sinks"}),
+    "cpu_native": frozenset({"alibi", "sinks", "soft_cap"}),
     "triton": frozenset({"alibi", "sinks", "soft_cap"}),
 }
 """Features of each backend's own `paged_attention`."""

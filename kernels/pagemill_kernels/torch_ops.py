@@ -101,8 +101,17 @@ def plan_bfloat16_attention(
     return attention.plan_bfloat16_attention(batch, sliding_window)
 
 
-def paged_attention(query: Tensor, cache: Tensor, plan: Plan, scale: float, sinks: Tensor | None = None) -> Tensor:
-    return to_torch(attention.paged_attention(from_torch(query), from_torch(cache), plan, scale, _optional(sinks)))
+def paged_attention(
+    query: Tensor,
+    cache: Tensor,
+    plan: Plan,
+    scale: float,
+    soft_cap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    extras = (soft_cap, _optional(alibi_slopes), _optional(sinks))
+    return to_torch(attention.paged_attention(from_torch(query), from_torch(cache), plan, scale, *extras))
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:

@@ -45,6 +45,8 @@ def random_batch(lengths: list[tuple[int, int]], num_kv_heads: int, head_dim: in
     block_size=st.sampled_from([16, 32]),
     window=st.sampled_from([None, 1, 7, 16, 40, 1000]),
     has_sinks=st.booleans(),
+    soft_cap=st.sampled_from([None, 0.5, 30.0]),
+    has_slopes=st.booleans(),
     seed=st.integers(0, 2**31),
 )
 def test_attention_equals_the_reference(
@@ -54,6 +56,8 @@ def test_attention_equals_the_reference(
     block_size: int,
     window: int | None,
     has_sinks: bool,
+    soft_cap: float | None,
+    has_slopes: bool,
     seed: int,
 ) -> None:
     torch.manual_seed(seed)
@@ -63,11 +67,15 @@ def test_attention_equals_the_reference(
     cache = torch.randn(NUM_BLOCKS, 2 * num_kv_heads, block_size, head_dim)
     query = torch.randn(int(batch.query_start_loc[-1]), num_heads + 1, head_dim)[:, :num_heads]
     device = torch.device("cpu")
-    sinks = torch.randn(num_heads) * 4 if has_sinks else None
+    extras = {
+        "sinks": torch.randn(num_heads) * 4 if has_sinks else None,
+        "alibi_slopes": torch.rand(num_heads) if has_slopes else None,
+        "soft_cap": soft_cap,
+    }
     plan = reference.plan_attention(batch, window, torch.float32, device)
-    expected = reference.paged_attention(query, cache, plan, head_dim**-0.5, sinks=sinks)
+    expected = reference.paged_attention(query, cache, plan, head_dim**-0.5, **extras)
     own_plan = native.plan_attention(batch, window, torch.float32, device)
-    actual = native.paged_attention(query, cache, own_plan, head_dim**-0.5, sinks=sinks)
+    actual = native.paged_attention(query, cache, own_plan, head_dim**-0.5, **extras)
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 

@@ -10,6 +10,7 @@ from family_models import FALCON, GPT2, LLAMA, MODELS, NEW, VARIANTS
 PROMPTS: list[list[int]] = [[3 + 7 * at % 190 for at in range(length)] for length in (1, 5, 40)]
 FALCON_GROUPED = {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2}
 OLMOE = {**LLAMA, "num_experts": 5, "num_experts_per_tok": 2}
+WITHOUT_WINDOWS = {**LLAMA, "sliding_window": None, "layer_types": ["full_attention"] * LLAMA["num_hidden_layers"]}
 SAME_MAGNITUDE = {"rope_parameters": {**LATENT["rope_parameters"], "mscale": 1.2}}
 FILES: dict[str, tuple[str, tuple[str, dict[str, Any]]]] = {
     "gpt2": ("gpt2", ("GPT2LMHeadModel", GPT2)),
@@ -49,7 +50,7 @@ FILES: dict[str, tuple[str, tuple[str, dict[str, Any]]]] = {
     "cohere2": ("cohere2", NEW["cohere2"]),
     "ernie4_5": ("ernie4_5", NEW["ernie4_5"]),
     "exaone4": ("exaone4", NEW["exaone4"]),
-    "exaone4 without windows": ("exaone4", ("Exaone4ForCausalLM", {**LLAMA, "sliding_window": None})),
+    "exaone4 without windows": ("exaone4", ("Exaone4ForCausalLM", WITHOUT_WINDOWS)),
     "glm4": ("glm4", NEW["glm4"]),
     "hunyuan-dense": ("hunyuan-dense", NEW["hunyuan_v1_dense"]),
     "seed_oss": ("seed_oss", NEW["seed_oss"]),

@@ -17,7 +17,7 @@ from pagemill_kernels.cpu import processor
 
 logger = logging.getLogger(__name__)
 
-ABI_VERSION = 26
+ABI_VERSION = 27
 PANEL = 16
 """Outputs of one panel of a packed weight."""
 ADAPTER_PANEL, ADAPTER_RANKS = 64, 8
@@ -131,6 +131,7 @@ class LayerWeights(ctypes.Structure):
         ("up_bias", c_void_p),
         ("down_bias", c_void_p),
         ("sinks", c_void_p),
+        ("alibi_slopes", c_void_p),
         ("experts", c_void_p),
         ("attention_norm", NormWeights),
         ("query_norm", NormWeights),
@@ -145,6 +146,7 @@ class LayerWeights(ctypes.Structure):
         ("residual_scale", c_float),
         ("limit", c_float),
         ("clip", c_float),
+        ("soft_cap", c_float),
         ("activation", c_int32),
         ("gated", c_int32),
         ("parallel", c_int32),
@@ -192,6 +194,7 @@ class AttentionArgs(ctypes.Structure):
         ("seq_lens", c_void_p),
         ("out", c_void_p),
         ("sinks", c_void_p),
+        ("alibi_slopes", c_void_p),
         ("query_stride", c_int64),
         ("block_table_stride", c_int64),
         ("num_requests", c_int64),
@@ -203,6 +206,7 @@ class AttentionArgs(ctypes.Structure):
         ("sliding_window", c_int64),
         ("first_key", c_int64),
         ("scale", c_float),
+        ("soft_cap", c_float),
         ("num_threads", c_int32),
         ("cache_type", c_int32),
         ("batch_invariant", c_int32),

@@ -135,6 +135,7 @@ class _Weights:
             qkv_bias=qkv.bias_address,
             output_bias=output.bias_address,
             sinks=optional_address(parts.sinks),
+            alibi_slopes=optional_address(parts.alibi_slopes),
             attention_norm=_norm(parts.attention_norm),
             query_norm=_norm(parts.query_norm),
             key_norm=_norm(parts.key_norm),
@@ -147,6 +148,7 @@ class _Weights:
             scale=parts.scale,
             residual_scale=parts.residual_scale,
             clip=parts.clip or 0.0,
+            soft_cap=parts.soft_cap or 0.0,
             parallel=parts.parallel,
         )
         if isinstance(parts.mlp, MLPParts):

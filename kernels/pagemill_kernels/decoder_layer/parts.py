@@ -74,5 +74,9 @@ class LayerParts(NamedTuple):
     """Index of the rotary embedding, among the model's, of queries and keys; None: they are not rotated."""
     sinks: Array | None = None
     """float32 [num_heads]."""
+    alibi_slopes: Array | None = None
+    """float32 [num_heads]."""
+    soft_cap: float | None = None
+    """Of the attention scores."""
     first_linear: int = 0
     """Number of the layer's first linear layer, for adapters."""

@@ -63,10 +63,18 @@ def plan_bfloat16_attention(batch: AttentionBatch, sliding_window: int | None) -
     return plan
 
 
-def paged_attention(query: Array, cache: Array, plan: NativePlan, scale: float, sinks: Array | None = None) -> Array:
+def paged_attention(
+    query: Array,
+    cache: Array,
+    plan: NativePlan,
+    scale: float,
+    soft_cap: float | None = None,
+    alibi_slopes: Array | None = None,
+    sinks: Array | None = None,
+) -> Array:
     """Compute attention and return [tokens, num_heads, head_dim].
 
-    query: float32 [tokens, num_heads, head_dim]; cache: one layer's, each block contiguous. `sinks`: as in `reference`.
+    query: float32 [tokens, num_heads, head_dim]; cache: one layer's, each block contiguous. Others: as in `reference`.
     """
     num_tokens, num_heads, head_dim = query.shape
     if query.strides[1:] != (head_dim * query.itemsize, query.itemsize):
@@ -81,6 +89,8 @@ def paged_attention(query: Array, cache: Array, plan: NativePlan, scale: float, 
     args.num_kv_heads, args.head_dim = cache.shape[1] // 2, head_dim
     args.out = address(out)
     args.sinks = optional_address(sinks)
+    args.alibi_slopes = optional_address(alibi_slopes)
+    args.soft_cap = soft_cap or 0.0
     args.num_heads = num_heads
     args.scale = scale
     launch.native().pagemill_paged_attention(ctypes.byref(args))

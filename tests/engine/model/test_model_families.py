@@ -20,6 +20,7 @@ import torch
 from family_models import MODELS, ODD_SHAPES, VARIANTS, VOCAB_SIZE, write_model
 from greedy_families import LENGTHS, NUM_TOKENS, Family, family_of, tokens_of
 
+from pagemill_engine.decoders.native.decoder import NativeDecoder
 from pagemill_kernels.cpu import library
 
 Loader = Callable[..., Any]
@@ -116,6 +117,14 @@ def test_variants_equal_transformers(
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("name", ["bloom", "gemma2"])
+def test_lowered_and_capped_scores_need_no_torch(name: str, tmp_path: Path, runner_loader: Loader) -> None:
+    write_model(*MODELS[name], tmp_path)
+    runner = runner_loader(tmp_path, kv_cache_dtype="int8", deterministic=True, dtype="float32")
+    assert "torch" not in runner.info.compute
+    assert isinstance(runner.model, NativeDecoder)
+
+
 @pytest.mark.parametrize("name", ODD_SHAPES)
 def test_unusual_shapes_equal_transformers(
     name: str, tmp_path: Path, runner_loader: Loader, make_driver: Drivers

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from pagemill_engine.decoders.native.parts import Parts, norm_bytes
 from pagemill_engine.decoders.row_order import norm_order, qkv_order
 from pagemill_engine.decoders.tensors import read_tensor
@@ -45,6 +47,8 @@ def layer_parts(layer: LayerSpec, rotations: list[tuple[RopeSpec, int]], first_l
         sinks=None
         if attention.sinks is None
         else read_tensor(parts.source, attention.sinks, (attention.num_heads,), "float32"),
+        alibi_slopes=None if attention.alibi_slopes is None else np.array(attention.alibi_slopes, dtype=np.float32),
+        soft_cap=attention.soft_cap,
         mlp=_mlp_parts(mlp, parts) if isinstance(mlp, MLPSpec) else _moe_parts(mlp, parts),
         num_heads=attention.num_heads,
         num_kv_heads=attention.num_kv_heads,
@@ -107,14 +111,14 @@ def _branches(layer: LayerSpec) -> list[BranchSpec]:
 
 
 def _is_plain_attention(block: object) -> bool:
-    """Whether it is attention over cached keys and values, with optional norms and sinks, and nothing else."""
+    """Whether it is attention over cached keys and values, with optional norms, sinks, caps and slopes."""
     if not isinstance(block, AttentionSpec):
         return False
     if block.norms_behind_rotation or block.query_growth is not None:
         return False
     if block.key_parts != 2 or block.value_norm is not None:
         return False
-    return block.causal and block.soft_cap is None and block.alibi_slopes is None
+    return block.causal
 
 
 def _is_plain_mlp(block: object) -> bool:

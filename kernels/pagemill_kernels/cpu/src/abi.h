@@ -5,7 +5,7 @@
 
 namespace pagemill {
 
-constexpr int32_t kAbiVersion = 26;
+constexpr int32_t kAbiVersion = 27;
 
 // The first four formats, kFloats8 (e4m3) and kFloats4 (values of a table) are multiplied in float32. kDots4 and kDots8
 // round activations to 16-bit integers (dots.cpp), kPairs rounds them to bfloat16 (bfloat16.cpp). From
@@ -78,6 +78,7 @@ struct AttentionArgs {
   const int64_t* seq_lens;         // [requests]
   float* out;                      // [tokens][num_heads][head_dim]
   const float* sinks;              // [num_heads]: a score without a key that takes its share of the softmax; null: none
+  const float* alibi_slopes;  // [num_heads]: a score is reduced by slope * distance; null: none
   int64_t query_stride;
   int64_t block_table_stride;
   int64_t num_requests;
@@ -89,6 +90,7 @@ struct AttentionArgs {
   int64_t sliding_window;  // 0: none
   int64_t first_key;       // tokens of a context before this one are not attended to
   float scale;
+  float soft_cap;  // scores become cap * tanh(score / cap); 0: none
   int32_t num_threads;
   int32_t cache_type;       // CacheType
   int32_t batch_invariant;  // a token's result depends only on its own context, bit for bit
@@ -232,6 +234,7 @@ struct LayerWeights {
   const float* up_bias;
   const float* down_bias;
   const float* sinks;  // [num_heads]
+  const float* alibi_slopes;  // [num_heads]
   const ExpertsWeights* experts;  // replaces `up` and `down`
   NormWeights attention_norm;
   NormWeights query_norm;
@@ -246,6 +249,7 @@ struct LayerWeights {
   float residual_scale;  // of the values added to the residual
   float limit;           // of the MLP's gate; 0: none
   float clip;            // bound of queries, keys and values before the rotation; 0: none
+  float soft_cap;        // of the attention scores; 0: none
   int32_t activation;    // Activation
   int32_t gated;
   int32_t parallel;  // the MLP reads the same hidden states as the attention

@@ -1,5 +1,5 @@
 // Paged attention in float32: prefill chunks and decodes of many requests in one call, directly over block tables. On
-// request, attention_bfloat16.cpp computes requests of many rows.
+// request, attention_bfloat16.cpp computes requests of many rows whose scores are neither capped nor lowered.
 //
 // The cache contains floats, bfloat16 or 8-bit values (kv_store.h). A work item is one key/value head of one request
 // for a tile of query tokens; the query heads that share it are rows of the same tile. Softmax is online (arXiv
@@ -125,6 +125,19 @@ void hide(float* scores, uint32_t visible) {
     if (!(visible >> i & 1)) scores[i] = kMinusInfinity;
 }
 
+// Caps scores of `count` context tokens, and lowers them with distance. first: the first one's position, relative to
+// that of the row's token. Later tokens are hidden afterwards.
+void bend(float* scores, int64_t count, float cap, float slope, int64_t first) {
+  alignas(64) static constexpr float kSteps[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  for (int64_t i = 0; i < count; i += kWidest) {
+    Widest score = load_as<Widest>(scores + i);
+    // tanh(x) equals 1 - 2 / (exp(2 x) + 1).
+    if (cap > 0) score = cap - 2.0f * cap / (exp(score * (2.0f / cap)) + 1.0f);
+    if (slope != 0) score += (load_as<Widest>(kSteps) + static_cast<float>(first + i)) * slope;
+    std::memcpy(scores + i, &score, sizeof score);
+  }
+}
+
 // Turns the scores of a token at `position` into weights relative to the row's running maximum, and rescales the sums
 // so far. scores: of `panels` times 16 context tokens from `start` on.
 void softmax_row(float* scores, int64_t panels, int64_t position, int64_t start, int64_t window, int64_t first_key,
@@ -154,6 +167,8 @@ void softmax_row(float* scores, int64_t panels, int64_t position, int64_t start,
   }
   row_sum += sum(total);
 }
+
+bool bends(const AttentionArgs& args) { return args.soft_cap > 0 || args.alibi_slopes; }
 
 void attend(const AttentionArgs& args, const WorkItem& item, Scratch& scratch) {
   const int64_t head_dim = args.head_dim, group = args.num_heads / args.num_kv_heads;
@@ -187,6 +202,10 @@ void attend(const AttentionArgs& args, const WorkItem& item, Scratch& scratch) {
           read_tokens(args.cache_type, place.head, args.block_size, head_dim, place.first, kPanel, scratch.tokens);
       score_all(scratch.query, rows, keys, head_dim, transpose, scratch.keys, scratch.scores + panel * kPanel);
     }
+    for (int64_t row = 0; bends(args) && row < rows; ++row)
+      bend(scratch.scores + row * kSpan, panels * kPanel, args.soft_cap,
+           args.alibi_slopes ? args.alibi_slopes[item.kv_head * group + row % group] : 0.0f,
+           start - first_position - row / group);
     for (int64_t row = 0; row < rows; ++row)
       softmax_row(scratch.scores + row * kSpan, panels, first_position + row / group, start, args.sliding_window,
                   args.first_key, scratch.result + row * head_dim, head_dim, scratch.row_max[row], scratch.row_sum[row]);
@@ -217,7 +236,7 @@ extern "C" void pagemill_paged_attention(const AttentionArgs* arguments) {
   const AttentionArgs& args = *arguments;
   const int64_t group = args.num_heads / args.num_kv_heads;
   const int64_t tile_tokens = kMaxRows / group;
-  const bool rounds = args.bfloat16 != 0 && args.cache_type != kCacheFloat32 && has_bfloat16();
+  const bool rounds = args.bfloat16 != 0 && !bends(args) && args.cache_type != kCacheFloat32 && has_bfloat16();
   std::vector<WorkItem> items;
   for (int64_t request = 0; request < args.num_requests; ++request) {
     const int64_t num_tokens = args.query_start_loc[request + 1] - args.query_start_loc[request];

@@ -135,6 +135,8 @@ struct Layer {
     attention.cache_type = cache_type;
     attention.out = attended;
     attention.sinks = w.sinks;
+    attention.alibi_slopes = w.alibi_slopes;
+    attention.soft_cap = w.soft_cap;
     attention.num_heads = w.num_heads;
     attention.num_kv_heads = w.num_kv_heads;
     attention.head_dim = w.head_dim;
