@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from huggingface_hub import constants
 from tiny_files import gguf_file, safetensors
 from waiting import WAIT_LIMIT_S
 
+from pagemill_engine.fetching import __main__ as program
+from pagemill_engine.fetching import settings
 from pagemill_engine.fetching.__main__ import main
 from pagemill_engine.fetching.load import load
 from pagemill_engine.fetching.settings import LoaderSettings
@@ -524,3 +527,29 @@ def test_a_repository_of_one_gguf_file_requires_no_file_name() -> None:
     assert selected(None, "m.Q8.gguf", "README.md") == {"m.Q8.gguf"}
     parts = {f"m-0000{n}-of-00002.gguf" for n in (1, 2)}
     assert selected(None, *parts, "README.md") == parts
+
+
+def test_a_failure_that_was_reported_is_tried_again_in_the_same_container(
+    server: Any, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the first run ends, so that its reason is seen; a refused credential needs a container with another one."""
+    runs: list[list[str]] = []
+    monkeypatch.setattr(program.os, "execv", lambda _path, argv: runs.append(argv))
+    monkeypatch.setattr(program.time, "sleep", lambda _seconds: None)
+    monkeypatch.delenv(settings.TRYING_SINCE, raising=False)
+    arguments = ["--source", "hf://org/other", "--target", str(target)]
+    assert main(arguments) == 1
+    assert main(arguments) == 1
+    assert runs == [], "a loader that no kubelet runs ends with its error"
+    monkeypatch.setenv(settings.REPORTED, str(tmp_path / "reported"))
+    assert main(arguments) == 1
+    assert runs == []
+    assert main(arguments) == 1
+    assert [argv[1:] for argv in runs] == [["-m", "pagemill_engine.fetching", *arguments]]
+    monkeypatch.setenv(settings.TRYING_SINCE, str(time.monotonic() - program.PATIENCE_S - 1))
+    assert main(arguments) == 1
+    monkeypatch.setenv(settings.TRYING_SINCE, str(time.monotonic()))
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    for _ in range(2):
+        assert main(arguments) == 1
+    assert len(runs) == 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -68,8 +68,9 @@ class World:
     def __init__(self) -> None:
         self.metrics = OperatorMetrics()
         self.reported: dict[str, EngineStart] = {}
-        now = datetime(2026, 1, 1, 0, 0, 10, tzinfo=UTC)
-        self.starts = ColdStarts(lambda key: self.reported, self.metrics, now=lambda: now)
+        self.now = datetime(2026, 1, 1, 0, 0, 10, 500_000, tzinfo=UTC)
+        self.starts = ColdStarts(lambda key: self.reported, self.metrics, now=lambda: self.now)
+        self.starts.begin()
 
     def counts(self) -> dict[str, float]:
         families = text_string_to_metric_families(self.metrics.scrape().body.decode())
@@ -100,6 +101,15 @@ def test_each_start_under_this_leader_counts_once_and_the_latest_is_shown() -> N
     assert world.counts() == dict.fromkeys(PHASES, 2.0)
     world.starts.forget(KEY)
     assert world.starts.measure(KEY, []) is None
+
+
+def test_the_first_pod_of_a_leader_counts_although_a_status_was_due_only_after_its_creation() -> None:
+    world = World()
+    world.now += timedelta(seconds=30)
+    world.reported = {"a": EngineStart("a", ENGINE)}
+    latest = world.starts.measure(KEY, [pod(created=10, ready=25)])
+    assert latest is not None, "a pod of the second in which the leadership began"
+    assert latest.name == "chat-a"
 
 
 def test_each_wake_counts_once_and_not_as_a_second_start() -> None:

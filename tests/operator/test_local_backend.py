@@ -120,10 +120,12 @@ async def test_an_edit_is_rolled_out_without_a_failed_request_and_an_equal_plan_
     async with aiohttp.ClientSession() as session:
         await until(session, machine, 200)
         traffic = asyncio.create_task(_traffic(session, machine, statuses, rolled))
-        edited = machine.plan(replicas=2, engine__maxNumSeqs=8)
+        # Clients go on sending the former name.
+        edited = machine.plan(replicas=2, engine__maxNumSeqs=8, model__name="assistant")
         await machine.backend.apply([edited])
         await machine.until(lambda: _rolled(machine, edited))
-        await _scale_down(machine, machine.plan(replicas=1, engine__maxNumSeqs=8))
+        assert await ask(session, machine, "assistant") == 200
+        await _scale_down(machine, machine.plan(replicas=1, engine__maxNumSeqs=8, model__name="assistant"))
         rolled.set()
         await traffic
         assert len(statuses) > 5

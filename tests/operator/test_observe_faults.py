@@ -15,7 +15,7 @@ import pytest
 from observed_world import PULL, READY, World, ended, reported, running, unschedulable, waiting
 
 from pagemill_crds.models import LLMDeployment
-from pagemill_operator.backends.kubernetes.observe import observe
+from pagemill_operator.backends.kubernetes.observe import observe, scheduling
 from pagemill_operator.backends.kubernetes.snapshot import ApplyError, Snapshot
 from pagemill_operator.plan import Problem, make_plan
 from pagemill_operator.status.conditions import find_conditions, merge_conditions
@@ -152,6 +152,18 @@ def test_a_fault_of_a_pod_has_its_reason_and_remedy(world: Callable[..., World],
 def test_no_two_rows_share_a_reason() -> None:
     reasons = [reason for _, _, reason, _ in PODS.values()]
     assert len(set(reasons)) == len(reasons)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "3 node(s) had volume node affinity conflict",
+        "3 node(s) didn't match PersistentVolume's node affinity",
+        "1 Insufficient cpu, 2 node(s) had no available volume zone",
+    ],
+)
+def test_schedulers_of_all_versions_may_say_that_a_volume_is_elsewhere(words: str) -> None:
+    assert scheduling.unschedulable(NODES.format(words), None).reason == "VolumeOnOtherNode"
 
 
 CREATIONS = {

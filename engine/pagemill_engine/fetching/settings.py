@@ -7,6 +7,7 @@ loader's pod sets them.
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +20,10 @@ _LIBRARY = {
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "HF_HUB_DOWNLOAD_TIMEOUT": "30",
 }
+
+REPORTED = "PAGEMILL_REPORTED_FAILURE"
+"""Names a file that outlives the container, with the reason of its last end; without it nothing is tried again."""
+TRYING_SINCE = "PAGEMILL_TRYING_SINCE"
 
 
 class LoaderSettings(NamedTuple):
@@ -36,6 +41,17 @@ class LoaderSettings(NamedTuple):
     """Limit of the total size of the models in the target's parent folder; None: the volume's size."""
     evicts: bool = False
     """Whether unused models are removed to free space for this one."""
+
+
+def reported_failure() -> Path | None:
+    """Return the file with the reason that the container last ended for, or None outside of a pod."""
+    name = os.environ.get(REPORTED)
+    return Path(name) if name else None
+
+
+def trying_since_s() -> float:
+    """Return the monotonic time at which the container's first try failed, which later programs in it inherit."""
+    return float(os.environ.setdefault(TRYING_SINCE, str(time.monotonic())))
 
 
 def tune_library() -> None:

@@ -11,6 +11,9 @@ from typing import Protocol
 
 from pagemill_operator.status.observation import Observation
 
+FORMER_NAME_S = 600.0
+"""Seconds for which the name before a change of a model's name is served, and longer while replicas are replaced."""
+
 
 class BackendError(Exception):
     """An error that keeps the whole backend from working; its message names the remedy."""

@@ -32,7 +32,8 @@ class _Report(NamedTuple):
         usage = round(100 * engines.kv_cache_usage)
         counts = (usage, engines.num_requests_running, engines.num_requests_waiting, pods.ready, queue.num_requests)
         adapters = [(each.id, *each.adapters) for each in self.load.replicas if each.adapters]
-        return *counts, pods.asleep, *self.load.unused_settings, *self.load.routing_policies, *adapters
+        starts = [start.id for start in self.load.starts]
+        return *counts, pods.asleep, *self.load.unused_settings, *self.load.routing_policies, *adapters, *starts
 
 
 class LoadStore:

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import msgspec
@@ -267,7 +268,8 @@ async def test_the_phases_of_a_pods_start_are_measured_and_shown(
     running = run_operator(gateway_control_port=gateway.port)
     await api.until(lambda: replicas(api) == 1)
     template = api.get("Deployment", "chat-engine")["spec"]["template"]["metadata"]
-    created, ready = "2100-01-01T00:00:00Z", "2100-01-01T00:00:09Z"
+    # As a pod that is created with its Deployment, before the first status is due.
+    created, ready = (f"{datetime.now(UTC) + timedelta(seconds=later):%Y-%m-%dT%H:%M:%SZ}" for later in (0, 9))
     metadata = {"name": "chat-0", "namespace": "default", "uid": "pod-0", "creationTimestamp": created, **template}
     conditions = [
         {"type": kind, "status": "True", "lastTransitionTime": when}

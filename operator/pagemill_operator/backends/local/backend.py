@@ -19,7 +19,7 @@ import msgspec
 from aiohttp import web
 
 from pagemill_operator.autoscaler.records import Record, encode_record
-from pagemill_operator.backends.base import Cluster, Event
+from pagemill_operator.backends.base import FORMER_NAME_S, Cluster, Event
 from pagemill_operator.backends.deployment_metrics import DEPLOYMENT_METRICS, DeploymentMetrics
 from pagemill_operator.backends.local.gateway import LocalGateway
 from pagemill_operator.backends.local.load import MachineLoad, read_load
@@ -130,7 +130,8 @@ class LocalBackend(Cluster):
         """Want these deployments as planned, new ones oldest first; others stay as they are."""
         for plan in plans:
             deployment = self._deployments.setdefault(plan.key, Deployment(plan))
-            deployment.plan, deployment.wanted = plan, True
+            if deployment.want(plan, time.monotonic()):
+                asyncio.get_running_loop().call_later(FORMER_NAME_S, self._wake.set)
         self._resolve_conflicts()
 
     async def forget(self, keys: Collection[str]) -> None:
@@ -381,7 +382,13 @@ class LocalBackend(Cluster):
 
     def _catalog(self) -> Catalog:
         served = (each for each in self._deployments.values() if each.replicas or each.is_in_effect)
-        return Catalog([deployment.catalog_model for deployment in served])
+        claimed = {name for each in self._deployments.values() if each.wanted for name in each.plan.names}
+        models, now_s = [], time.monotonic()
+        for deployment in served:
+            former = deployment.former_name(now_s)
+            models.append(deployment.catalog_model(former if former not in claimed else None))
+            claimed |= {former} if former is not None else set()
+        return Catalog(models)
 
 
 class OwnMetrics:

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import aiohttp
+import msgspec
 
+from pagemill_operator.backends.base import FORMER_NAME_S
 from pagemill_operator.backends.local.machine import VISIBLE
 from pagemill_operator.backends.local.ports import free_port
 from pagemill_operator.backends.local.settings import LocalSettings
@@ -81,6 +83,26 @@ class Deployment:
     wanted: bool = True
     written: tuple[tuple[str, ...], tuple[WantedAdapter, ...]] | None = None
     """The names and adapters in the files that the engines watch."""
+    former: tuple[str, float] | None = None
+    """The name before the latest change of it, and the monotonic time until which it is served at least."""
+
+    def want(self, plan: Plan, now_s: float) -> bool:
+        """Want this plan from now on; return whether the model gets another name."""
+        is_renamed = plan.model_name != self.plan.model_name
+        if is_renamed:
+            self.former = (self.plan.model_name, now_s + FORMER_NAME_S)
+        self.plan, self.wanted = plan, True
+        return is_renamed
+
+    def former_name(self, now_s: float) -> str | None:
+        """Return the former name if clients may still send it: for a while, and until no replica of an earlier spec is
+        left.
+        """
+        if self.former is None:
+            return None
+        name, until_s = self.former
+        is_replaced = any(replica.digest != self.group.digest for replica in self.replicas)
+        return name if now_s < until_s or is_replaced else None
 
     @property
     def served_files(self) -> tuple[str, str]:
@@ -96,13 +118,17 @@ class Deployment:
     def is_in_effect(self) -> bool:
         return self.wanted and self.conflict is None and not self.plan.problems
 
-    @property
-    def catalog_model(self) -> CatalogModel:
-        """The deployment as the gateway serves it."""
+    def catalog_model(self, former: str | None) -> CatalogModel:
+        """Return the deployment as the gateway serves it, under its former name too if one is given."""
         plan = self.plan
+        served = (
+            plan.served
+            if former is None
+            else msgspec.structs.replace(plan.served, aliases=[*plan.served.aliases, former])
+        )
         endpoints = [replica.endpoint for replica in self.replicas]
         return catalog_model(
-            plan.served,
+            served,
             namespace=plan.namespace,
             deployment=plan.name,
             engine_token=self.token,

@@ -66,6 +66,7 @@ class Leader:
         self.loads = LoadStore()
         self.progress = LoaderProgress(client)
         self.scaler = Scaler()
+        self._starts = ColdStarts(self.loads.starts, metrics)
         self.adapter_statuses = AdapterStatuses(client, cache, self.loads.held, on_write=metrics.wrote)
         self._pod_monitors = PodMonitors(client, cache, namespaces, self.wake)
         self._records = DecisionRecords(client, cache.owner, on_write=metrics.wrote)
@@ -80,6 +81,7 @@ class Leader:
         tasks = {"keys": self._rotate_keys, "kinds": self._refresh_pod_monitors}
         retry_s = self._config.retry_period_s
         due_s = {name: await retry(name, task, retry_s) for name, task in tasks.items()}
+        self._starts.begin()
         self._is_working = True
         self.wake_all()
         async with asyncio.TaskGroup() as group:
@@ -182,7 +184,7 @@ class Leader:
             self._metrics,
             url=config.gateway_url,
             scaled=self.autoscaling.scaled,
-            starts=ColdStarts(self.loads.starts, self._metrics),
+            starts=self._starts,
             progress=self.progress,
         )
         return Workers(self._queue, reconciler, self._metrics, count=config.workers, resync_s=config.resync_s)

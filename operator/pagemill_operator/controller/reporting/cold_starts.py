@@ -37,16 +37,21 @@ class ColdStarts:
         self._metrics = metrics
         self._now = now
         self._since: datetime | None = None
-        """Time since which this process leads; earlier pods belong to the earlier leader."""
+        """Time since which this process leads, in whole seconds as pods' creation times are; earlier pods belong to the
+        earlier leader.
+        """
         self._measured: dict[str, set[str]] = {}
         """Key -> uids."""
         self._latest: dict[str, LastStart] = {}
         self._wakes: dict[str, dict[str, int]] = {}
         """Key -> uid -> the engine's number of wakes at the last look."""
 
+    def begin(self) -> None:
+        """Measure pods that are created from now on: this process leads."""
+        self._since = self._now().replace(microsecond=0)
+
     def measure(self, key: str, pods: Iterable[Manifest]) -> LastStart | None:
         """Measure the pods that have become ready; return the latest known start, or None."""
-        self._since = self._since or self._now()
         engines, by_uid = self._reported(key), {pod["metadata"]["uid"]: pod for pod in pods}
         measured = self._measured[key] = self._measured.get(key, set()) & by_uid.keys()
         self._measure_wakes(key, {uid: engines[uid] for uid in by_uid.keys() & engines.keys()}, by_uid)

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from pydantic.alias_generators import to_camel
 
 from pagemill_crds.status import LLMDeploymentStatus, LoadSummary, PlanSummary, Start
+from pagemill_operator.backends.base import FORMER_NAME_S
 from pagemill_operator.backends.kubernetes.render.names import pod_template, selector_text, workload_at
 from pagemill_operator.backends.kubernetes.snapshot import Snapshot
 from pagemill_operator.plan.types import Plan
@@ -18,8 +19,6 @@ from pagemill_operator.status.load import next_load, remaining_s, summarize
 from pagemill_operator.status.observation import Observation
 
 MAX_NOTES, MAX_ADAPTERS = 32, 1024
-FORMER_NAME_S = 600.0
-"""Seconds that clients have to send a changed name."""
 
 
 def status_body(snapshot: Snapshot, observation: Observation, url: str, now: str) -> dict[str, Any]:

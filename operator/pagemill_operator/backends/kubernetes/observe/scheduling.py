@@ -14,6 +14,8 @@ from pagemill_operator.plan.types import Process
 
 _NO_CLAIM = re.compile(r'persistentvolumeclaim "([^"]+)" not found')
 _VOLUME = re.compile(r"persistent ?volume|storageclass|volume binding", re.IGNORECASE)
+_ELSEWHERE = ("PersistentVolume's node affinity", "volume node affinity", "no available volume zone")
+"""What newer and older schedulers say of a bound volume that only other nodes can mount, and of one in another zone."""
 _INSUFFICIENT = re.compile(r"Insufficient ([\w./-]+)")
 
 
@@ -41,7 +43,7 @@ def _volumes(text: str, process: Process | None) -> Cause | None:
             f"there is no PersistentVolumeClaim {match[1]} in this namespace: create it, or correct its name in "
             "spec.model",
         )
-    if "volume node affinity" in text:
+    if any(words in text for words in _ELSEWHERE):
         remedy = "free or add what it needs there, or delete the claim and the loader's Job: the volume is made again"
         message = f"only nodes that cannot take the pod can mount the model's volume ({quote(text)}): {remedy}"
         return Cause("VolumeOnOtherNode", message)

@@ -29,6 +29,8 @@ from pagemill_operator.plan.pod_template import MODEL_PATH, OWN_VOLUMES
 from pagemill_operator.plan.types import ModelCachePlan, Plan, SecretKey
 
 MODULE = "pagemill_engine.fetching"
+REPORTED_FAILURE = {"name": "PAGEMILL_REPORTED_FAILURE", "value": "/tmp/reported-failure"}
+"""Where a loader keeps the reason that it has reported, so that it tries again within its next run."""
 RETRIES = 100_000
 """The Job's backoff limit. The kubelet restarts a failed loader in its pod, so that it recovers once a Secret is fixed.
 """
@@ -133,6 +135,7 @@ def _environment(plan: Plan) -> list[dict[str, Any]]:
     variables: list[dict[str, Any]] = merge(
         environment(group.process), engine_override(group.template).get("env") or [], "env"
     )
+    variables = [*variables, REPORTED_FAILURE]
     if plan.credentials is None:
         return variables
     wanted = {each.variable: each for source in loaded_sources(plan) for each in find_kind(source).credentials}
