@@ -71,7 +71,7 @@ MODELS_NOTES = """\
   model's files. `transformers` must be installed in the engine, in the operator and where `pagemill plan` runs.
 - **Hybrids** with gated delta rules (Qwen3.5, Qwen3-Next) or short convolutions (LFM2) run on CPUs and need torch;
   their prefixes are reused from states that are kept behind points of prompts ([ADR
-  100](../adr/0100-states-are-blocks.md)). Adapters, proposed tokens, several processes, `deterministic` and `device:
+  100](../adr/0100-states-are-blocks.md)). Proposed tokens, several processes, `deterministic` and `device:
   cuda` are refused by name; layers for multi-token prediction are not loaded. Other hybrids (Jamba, Nemotron-H and
   others) are refused, and the error names the key in the header.
 - **Rope scaling**: `linear`, `dynamic`, `llama3`, `yarn` and `longrope`. `linear`, `dynamic` and `yarn`

@@ -346,6 +346,31 @@ async def test_a_key_may_use_the_adapters_that_it_names(engines, gateways, fake)
         assert (await gateway.chat(model=name, headers=headers)).error["code"] == "model_not_found"
 
 
+async def test_a_limit_of_one_adapter_counts_its_requests_only(engines, gateways, fake) -> None:
+    engines[0].adapters = slots("p", "t")
+    catalog = fake.catalog_of(engines[0], adapters=[PRETTY, TERSE], aliases=["alias"])
+    limits = f"requests_per_minute=5 requests_per_minute@pretty=1 tokens_per_minute@{fake.MODEL}=300"
+    headers = {"Authorization": "Bearer sk-one"}
+    gateway = await gateways(engines[0], catalog=catalog, api_keys=[f"{hash_key('sk-one')} tenant=a {limits}"])
+    first = await gateway.chat(model="pretty", headers=headers)
+    assert (first.status, first.headers["x-ratelimit-limit-requests"]) == (200, "1")
+    refused = await gateway.chat(model="pretty", headers=headers)
+    assert refused.status == 429
+    assert "Rate limit reached on requests per minute for `pretty`. Limit 1." in refused.error["message"]
+    second = await gateway.chat(model="terse", headers=headers)
+    assert (second.status, second.headers["x-ratelimit-remaining-requests"]) == (200, "3"), "a refusal costs nothing"
+    assert "x-ratelimit-limit-tokens" not in second.headers
+    of_model = [await gateway.chat(model=name, headers=headers, max_tokens=100) for name in (fake.MODEL, "alias")]
+    assert {each.headers["x-ratelimit-limit-tokens"] for each in of_model} == {"300"}
+    left = [int(each.headers["x-ratelimit-remaining-tokens"]) for each in of_model]
+    assert left[0] > left[1], "an alias is the model"
+    counted = await gateway.post("/tokenize", {"model": "pretty", "prompt": "a"}, headers=headers)
+    assert (counted.status, counted.headers["x-ratelimit-remaining-requests"]) == (429, "0")
+    text = (await gateway.get("/metrics", control=True)).raw.decode()
+    assert 'pagemill_gateway_limited_total{model="pretty",reason="requests",tenant="a"} 2.0' in text
+    assert 'pagemill_gateway_limited_total{model="-",reason="requests",tenant="a"} 0.0' in text
+
+
 @pytest.mark.parametrize("digest", ["p", "p trained again"])
 async def test_a_broken_stream_is_continued_with_the_same_content_only(engines, gateways, fake, digest) -> None:
     """The second engine has an adapter of that name, whatever its content."""

@@ -2,45 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from pagemill_gateway.limits.allowance import LEAST_GROWTH_TOKENS, MARGIN_TOKENS, Allowance, Reserved, TokenNeed
-from pagemill_gateway.limits.store import ExtensionRequest, ReservationAnswer, ReservationRequest
 from pagemill_protocol.request.generate import FrameMeta, GenerateRequest
 from pagemill_protocol.request.sampling import SamplingParams
-from pagemill_servers.keys.caller import Limits
 
 PROMPT = 10
 
 
+class Extended(NamedTuple):
+    used: int
+    tokens: int
+
+
 class FullStore:
-    """A store that has `left` tokens and records the calls."""
+    """It has `left` tokens and records the calls."""
 
     def __init__(self, left: int = 10**6) -> None:
         self.left = left
-        self.asked: list[ExtensionRequest] = []
+        self.asked: list[Extended] = []
 
-    async def reserve(self, ask: ReservationRequest) -> ReservationAnswer:
-        raise NotImplementedError
-
-    async def extend(self, more: ExtensionRequest) -> int:
-        self.asked.append(more)
-        granted = min(self.left, more.tokens)
+    async def extend(self, used: int, tokens: int) -> int:
+        self.asked.append(Extended(used, tokens))
+        granted = min(self.left, tokens)
         self.left -= granted
         return granted
 
-    def settle(self, lease: str, tokens: int) -> None: ...
-
-    def adopt(self, ask: ReservationRequest) -> None: ...
-
-    async def close(self) -> None: ...
-
 
 def reserve(store: FullStore, granted: int, *needs: TokenNeed) -> tuple[Reserved, list[Allowance]]:
-    num_sequences = sum(need.request.sampling.num_sequences for need in needs)
-    num_prompt_tokens = PROMPT * len(needs)
-    ask = ReservationRequest("a", "lease", granted, Limits(tokens_per_minute=1000), num_sequences)
-    reserved = Reserved(store, ask, num_prompt_tokens, granted, needs)
+    reserved = Reserved(store.extend, PROMPT * len(needs), granted, needs)
     return reserved, reserved.allowances
 
 

@@ -29,6 +29,19 @@ def test_an_entry_names_the_tenant_and_the_limits_of_a_key() -> None:
     assert not caller.may_use("other")
 
 
+def test_an_entry_limits_single_models_too() -> None:
+    caller = parse_entry(
+        f"{HASH} tenant=a models=llama,sales requests_per_minute=60 tokens_per_day@sales=500 concurrency@sales=2"
+    )
+    assert caller.limits == Limits(60)
+    assert [(each.account, each.limits, each.model) for each in caller.charges(("sales",))] == [
+        ("tenant:a", Limits(60), ""),
+        ("tenant:a/model:sales", Limits(concurrency=2, tokens_per_day=500), "sales"),
+    ]
+    assert [each.model for each in caller.charges(("llama",))] == [""]
+    assert [each.model for each in parse_entry(f"{HASH} concurrency@a/b:c=1").charges(("a/b:c",))] == ["a/b:c"]
+
+
 @pytest.mark.parametrize(
     ("rest", "named"),
     [
@@ -49,6 +62,11 @@ def test_an_entry_names_the_tenant_and_the_limits_of_a_key() -> None:
         ("requests_per_minut=5", "`requests_per_minut`, which is none of"),
         ("tenant", "`tenant`"),
         ("tenant=a tenant=b", "twice"),
+        ("concurrency@sales=1 concurrency@sales=2", "`concurrency@sales` twice"),
+        ("concurrency@=1", "without a name. Write concurrency@MODEL=NUMBER"),
+        ("models=llama concurrency@sales=1", "`concurrency@sales`, and its `models` lacks that name"),
+        ("requests_per_minute@sales=0", "requests_per_minute@sales='0'"),
+        ("priority@sales=low", "which is none of"),
     ],
 )
 def test_a_wrong_field_is_named_with_its_remedy(rest: str, named: str) -> None:

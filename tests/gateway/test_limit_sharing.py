@@ -78,7 +78,7 @@ def ask(limits: Limits, tokens: int = 1, account: str = "a") -> ReservationReque
 
 # -- equal rules ------------------------------------------------------------------------------------------------------
 
-histories = st.lists(step, max_size=40)
+histories = st.lists(step | st.just(("undo", 0)), max_size=40)
 
 
 @settings(max_examples=num_examples(60), deadline=None)
@@ -117,6 +117,7 @@ async def _same_answers(
     try:
         await eventually(lambda: all(each.up for each in gateways))
         held: dict[str, tuple[RedisStore, int]] = {}
+        grown: set[str] = set()
         for number, (kind, amount) in enumerate(history):
             if kind == "wait":
                 # Leases would expire without their renewal, which depends on the server's own clock.
@@ -134,11 +135,15 @@ async def _same_answers(
                 granted = await shared.extend(more)
                 assert granted == alone.decide_more(more)
                 held[lease] = shared, num_held + granted
+                grown.add(lease)
             elif held:
                 lease = next(iter(held))
                 shared, _ = held.pop(lease)
-                shared.settle(lease, amount)
-                alone.settle(lease, amount)
+                for store in (shared, alone):
+                    if kind == "undo" and lease not in grown:
+                        store.undo(lease)
+                    else:
+                        store.settle(lease, amount)
                 await shared.flush()
                 await eventually(lambda: shared.num_unpublished == 0)  # noqa: B023
     finally:

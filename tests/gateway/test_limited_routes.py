@@ -98,7 +98,7 @@ async def test_a_request_beyond_the_limit_is_refused_in_openais_format(engines, 
         assert reply.headers["x-ratelimit-remaining-requests"] == "0"
     assert len(engines[0].requests) == 1
     text = (await gateway.get("/metrics", control=True)).raw.decode()
-    assert 'pagemill_gateway_limited_total{reason="requests",tenant="-"} 3.0' in text
+    assert 'pagemill_gateway_limited_total{model="-",reason="requests",tenant="-"} 3.0' in text
 
 
 async def test_a_repeated_refusal_needs_no_parsing(engines, gateways, monkeypatch) -> None:

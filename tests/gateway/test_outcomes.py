@@ -43,8 +43,9 @@ WITHOUT_A_BEGINNING = (
     specs.GATEWAY_ROUTING_DECISIONS,
     specs.GATEWAY_ADAPTER_REQUESTS,
     specs.GATEWAY_ADAPTER_TOKENS,
+    specs.GATEWAY_LIMITED,
 )
-"""Metrics whose labels have too many values, of which no objective is computed."""
+"""Metrics whose labels have too many values, of which no objective is computed, and those that begin with the keys."""
 
 
 class Place:
@@ -246,7 +247,7 @@ def test_series_of_what_keys_declare_begin_at_zero_and_end_after_their_tenant() 
     metrics = WorkerMetrics(lambda: now)
     declared = [
         "tenant=a objective=99",
-        "tenant=b requests_per_minute=6 tokens_per_day=9",
+        "tenant=b requests_per_minute=6 tokens_per_day@sales=9",
         "tenant=c",
         "concurrency=1",
     ]
@@ -262,9 +263,9 @@ def test_series_of_what_keys_declare_begin_at_zero_and_end_after_their_tenant() 
     of_a |= {"pagemill_gateway_tenant_error_budget['a']"}
     expected = of_a | {
         *(f"pagemill_gateway_tenant_requests{sorted(('b', each.name))}" for each in OUTCOMES),
-        "pagemill_gateway_limited['b', 'requests']",
-        "pagemill_gateway_limited['b', 'budget_day']",
-        "pagemill_gateway_limited['-', 'concurrency']",
+        "pagemill_gateway_limited['-', 'b', 'requests']",
+        "pagemill_gateway_limited['b', 'budget_day', 'sales']",
+        "pagemill_gateway_limited['-', '-', 'concurrency']",
     }
     assert series() == expected
     assert metrics.num_updates == 0

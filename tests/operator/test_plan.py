@@ -174,8 +174,6 @@ def test_generation_defaults_reach_the_engine(deployment: Make) -> None:
         ),
         ({"resources__gpus": 2, "engine__tensorParallel": 2}, "spec.resources.gpus"),
         ({"resources__gpus": 1, "engine__deterministic": True}, "spec.engine.deterministic"),
-        ({"resources__gpus": 1, "model__adapters": [{"name": "a", "source": "hf://a/b"}]}, "spec.model.adapters"),
-        ({"resources__gpus": 1, "engine__lora": {}}, "spec.engine.lora"),
         (
             {"engine__env": [{"name": "A", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}}]},
             "spec.engine.env[0].valueFrom",
@@ -203,6 +201,7 @@ def test_a_model_is_divided_among_processes_of_a_pod_without_gpus(deployment: Ma
     [
         ({"model__adapters": [{"name": "a", "source": "hf://a/b"}]}, (1, 16, None)),
         ({"engine__lora": {"maxLoras": 3, "maxLoraRank": 8, "maxCpuLoras": 9}}, (3, 8, 9)),
+        ({"resources__gpus": 1, "engine__lora": {"maxLoras": 2}}, (2, 16, None)),
     ],
 )
 def test_places_of_adapters_reach_the_engine_and_adapters_change_no_replica(

@@ -100,11 +100,11 @@ def test_misuse_is_an_error() -> None:
 def test_metrics_of_several_processes_are_added_series_by_series() -> None:
     one, two = metrics.Metrics(metrics.GATEWAY_METRICS), metrics.Metrics(metrics.GATEWAY_METRICS)
     for each, count in ((one, 3), (two, 4)):
-        each.counter(metrics.GATEWAY_LIMITED, tenant="a", reason="tokens").inc(count)
+        each.counter(metrics.GATEWAY_LIMITED, tenant="a", reason="tokens", model="-").inc(count)
         each.histogram(metrics.GATEWAY_TTFT_SECONDS, model="m", variant="n/d").observe(count)
     two.gauge(metrics.GATEWAY_IN_FLIGHT, model="other").set(2)
     both = metrics.Metrics(metrics.GATEWAY_METRICS)
-    both.counter(metrics.GATEWAY_LIMITED, tenant="a", reason="tokens").inc(7)
+    both.counter(metrics.GATEWAY_LIMITED, tenant="a", reason="tokens", model="-").inc(7)
     for count in (3, 4):
         both.histogram(metrics.GATEWAY_TTFT_SECONDS, model="m", variant="n/d").observe(count)
     both.gauge(metrics.GATEWAY_IN_FLIGHT, model="other").set(2)

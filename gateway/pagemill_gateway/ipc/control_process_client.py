@@ -180,6 +180,10 @@ class ControlProcessClient:
         self._reserved.pop(lease, None)
         self._notify(messages.Settle(lease, tokens))
 
+    def undo(self, lease: str) -> None:
+        self._reserved.pop(lease, None)
+        self._notify(messages.Undo(lease))
+
     async def settled(self) -> None:
         """Return when the control process has counted; its replacement gets only what is still reserved."""
         if self._connection is not None:

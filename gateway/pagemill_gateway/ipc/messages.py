@@ -199,6 +199,10 @@ class Settle(msgspec.Struct, frozen=True, array_like=True, tag="settle"):
     tokens: int
 
 
+class Undo(msgspec.Struct, frozen=True, array_like=True, tag="undo"):
+    lease: str
+
+
 class Adopt(msgspec.Struct, frozen=True, array_like=True, tag="adopt"):
     """Reservations of the previous control process. A worker's first notification has all of its own, even if none."""
 
@@ -209,7 +213,7 @@ ResponseQuestion = KeepResponse | GetResponse | ForgetResponse
 BrainQuestion = GetNames | LookUp | Find | Choose | GetLiveness | Expected | GetIdleCapacity
 WorkerQuestion = BrainQuestion | Reserve | Extend | GetSettled | GetStatus | GetBundle | ResponseQuestion
 EngineNote = Accepted | Started | Freed | Finished | Failed | Withdrawn
-WorkerNote = EngineNote | RecordOutcome | PublishMeasurements | Settle | Adopt
+WorkerNote = EngineNote | RecordOutcome | PublishMeasurements | Settle | Undo | Adopt
 ToControlProcess = Call[WorkerQuestion] | Reply | CallRefusal | Abandoned | WorkerNote
 
 

@@ -132,6 +132,9 @@ class WorkerConnection:
             case messages.Settle(lease, tokens):
                 self._leases.pop(lease, None)
                 self._store.settle(lease, tokens)
+            case messages.Undo(lease):
+                self._leases.pop(lease, None)
+                self._store.undo(lease)
             case messages.Adopt(asks):
                 for ask in asks:
                     self._leases[ask.lease] = 0

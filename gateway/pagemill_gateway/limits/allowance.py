@@ -1,15 +1,14 @@
 """The tokens that the engine requests of one client request may generate, reserved in parts while they run.
 
-`limiter` reserves the first part, `relay.growth` reserves more in time, and engines end an answer at its allowance. A
-`Store` counts the use. Tokens are counted as engines report them.
+`limiter` reserves the first part, `relay.growth` reserves more in time, and engines end an answer at its allowance.
+`joint` counts the use. Tokens are counted as engines report them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
-from pagemill_gateway.limits.store import ExtensionRequest, ReservationRequest, Store
 from pagemill_protocol.request.continuing import PROGRESS_TOKENS, can_be_continued
 from pagemill_protocol.request.generate import FrameMeta, GenerateRequest
 
@@ -33,14 +32,20 @@ class Reserved:
     """The tokens of one reservation: the spare ones, which no engine request may use yet, and the allowances."""
 
     def __init__(
-        self, store: Store, ask: ReservationRequest, num_prompt_tokens: int, granted: int, needs: Sequence[TokenNeed]
+        self,
+        extend: Callable[[int, int], Awaitable[int]],
+        num_prompt_tokens: int,
+        granted: int,
+        needs: Sequence[TokenNeed],
     ) -> None:
-        """`granted` tokens were reserved for `ask`: the prompts and at least one token for each sequence."""
-        self._store = store
-        self._ask = ask
+        """`granted` tokens were reserved: the prompts and at least one token for each sequence.
+
+        `extend(used, tokens)` reserves up to `tokens` more, and returns how many.
+        """
+        self._extend = extend
         self._num_prompt_tokens = num_prompt_tokens
         self._spare = granted - num_prompt_tokens
-        share = self._spare // ask.sequences
+        share = self._spare // sum(need.request.sampling.num_sequences for need in needs)
         self.allowances = [Allowance(self, need, min(need.first, share)) for need in needs]
         self._spare -= sum(each.num_sequences * each.tokens for each in self.allowances)
 
@@ -59,13 +64,12 @@ class Reserved:
         return sum(each.num_possible for each in self.allowances)
 
     async def take(self, wanted: int) -> int:
-        """Take up to `wanted` tokens, and return how many. Raises `PagemillError` if the store is unavailable."""
+        """Take up to `wanted` tokens, and return how many. Raises `PagemillError` if they cannot be counted."""
         own = min(self._spare, wanted)  # negative after an answer was restarted
         if own < wanted:
-            more = ExtensionRequest(self._ask.account, self._ask.lease, self.used, wanted - own, self._ask.limits)
             self._spare -= own
             try:
-                self._spare += own + await self._store.extend(more)
+                self._spare += own + await self._extend(self.used, wanted - own)
             except BaseException:
                 self._spare += own
                 raise

@@ -1,8 +1,8 @@
 """Applies a caller's limits to a request: reserves before the request is routed, and settles when it is over.
 
 Prompt and expected answer are reserved. If the caller has token limits, the answer cannot exceed what is reserved
-(`allowance`). The tokens that were actually used are charged, however the request ended. A `Store` counts the use;
-callers without limits do not reach it.
+(`allowance`). The tokens that were actually used are charged, however the request ended. A `Store` counts the use of
+each account (`joint`: of the key's and of its models'); callers without limits do not reach it.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from contextlib import asynccontextmanager
 
 from pagemill_gateway.brain.interface import Target
 from pagemill_gateway.limits.allowance import Allowance, Reserved, TokenNeed
+from pagemill_gateway.limits.joint import JointReservation, Refusal
 from pagemill_gateway.limits.refusals import Headers, level_headers, refusal, too_large
 from pagemill_gateway.limits.store import Level, ReservationAnswer, ReservationRequest, Store, amount_of, token_limits
 from pagemill_gateway.metrics.worker import WorkerMetrics
 from pagemill_gateway.request_record import RequestRecord
+from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.request.continuing import can_be_continued
 from pagemill_protocol.request.generate import GenerateRequest
-from pagemill_servers.keys.caller import Caller
+from pagemill_servers.keys.caller import Caller, Charge
 
 ARRIVING_RETRY_S = 1.0
 REMEMBER_REFUSAL_S = 1.0
@@ -152,8 +154,8 @@ class Limiter:
         if limit is None:
             return Arrival(self._arriving, "")
         if self._arriving.get(caller.account, 0) >= limit:
-            self._metrics.limited(caller.tenant, "requests")
-            raise refusal(caller.limits, ReservationAnswer("requests", ARRIVING_RETRY_S, Level(limit, 0, 0.0)), 0)
+            answer = ReservationAnswer("requests", ARRIVING_RETRY_S, Level(limit, 0, 0.0))
+            raise self._refusal(caller.tenant, Charge(caller.account, caller.limits), answer)
         return Arrival(self._arriving, caller.account)
 
     def check(self, caller: Caller) -> None:
@@ -164,14 +166,15 @@ class Limiter:
         refused_at, answer = latest
         since_s = self._clock() - refused_at
         if since_s < min(REMEMBER_REFUSAL_S, answer.retry_after_s):
-            self._metrics.limited(caller.tenant, "requests")
-            raise refusal(caller.limits, answer._replace(retry_after_s=answer.retry_after_s - since_s), 0)
+            answer = answer._replace(retry_after_s=answer.retry_after_s - since_s)
+            raise self._refusal(caller.tenant, Charge(caller.account, caller.limits), answer)
         del self._refused[caller.account, limit]
 
     async def reserve(self, caller: Caller, target: Target, requests: Sequence[GenerateRequest]) -> Reservation:
         """Reserve the requests' tokens and sequences. Raises `PagemillError` 429."""
         num_sequences = sum(request.sampling.num_sequences for request in requests)
-        if caller.limits.none:
+        charges = charges_of(caller, target, requests[0].model)
+        if not charges:
             return Reservation(
                 lambda record, was_cut_short: self._note(
                     caller, record, used_tokens(record, was_cut_short), num_sequences
@@ -180,20 +183,19 @@ class Limiter:
                 [None] * len(requests),
             )
         num_prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
-        self._check_size(caller, num_prompt_tokens, num_sequences)
+        self._check_size(caller.tenant, charges, num_prompt_tokens, num_sequences)
         needs = [self._need(caller, target, request) for request in requests]
         wanted = num_prompt_tokens + sum(need.first * need.request.sampling.num_sequences for need in needs)
         least = num_prompt_tokens + num_sequences
-        ask = ReservationRequest(caller.account, self._new_lease(), wanted, caller.limits, num_sequences, least)
-        answer = await self._take(ask, caller.tenant)
+        joint, answer = await self._take(caller.tenant, charges, wanted, num_sequences, least)
         reserved = None
-        if token_limits(caller.limits):
-            reserved = Reserved(self._store, ask, num_prompt_tokens, answer.granted, needs)
+        if any(token_limits(charge.limits) for charge in charges):
+            reserved = Reserved(joint.extend, num_prompt_tokens, answer.granted, needs)
 
         def settle(record: RequestRecord, was_cut_short: bool) -> None:
             used = used_tokens(record, was_cut_short, reserved.num_possible if reserved is not None else 0)
             ended = reserved is not None and reserved.ended_answer
-            self._store.settle(ask.lease, self._note(caller, record, used, num_sequences, ended_by_limit=ended))
+            joint.settle(self._note(caller, record, used, num_sequences, ended_by_limit=ended))
             if reserved is not None:
                 reserved.close()
 
@@ -201,41 +203,60 @@ class Limiter:
         return Reservation(settle, level_headers(answer), allowances, self._store.settled)
 
     @asynccontextmanager
-    async def request(self, caller: Caller, num_tokens: int) -> AsyncIterator[Counted]:
+    async def request(self, caller: Caller, charges: Sequence[Charge], num_tokens: int) -> AsyncIterator[Counted]:
         """Count the block as a request of about `num_tokens` without an engine. Raises `PagemillError` 429."""
-        if caller.limits.none:
+        if not charges:
             yield Counted({})
             return
-        ask = ReservationRequest(caller.account, self._new_lease(), num_tokens, caller.limits)
-        answer = await self._take(ask, caller.tenant)
+        joint, answer = await self._take(caller.tenant, charges, num_tokens)
         counted = Counted(level_headers(answer))
         try:
             yield counted
         finally:
-            self._store.settle(ask.lease, counted.num_tokens)
+            joint.settle(counted.num_tokens)
         await self._store.settled()
 
-    async def _take(self, ask: ReservationRequest, tenant: str) -> ReservationAnswer:
-        """Reserve in the store. Raises `PagemillError` 429."""
-        asked_at = time.perf_counter()
-        answer = await self._store.reserve(ask)
+    async def _take(
+        self, tenant: str, charges: Sequence[Charge], tokens: int, sequences: int = 1, least: int = 0
+    ) -> tuple[JointReservation, ReservationAnswer]:
+        """Reserve in all accounts as many tokens as the smallest limit allows. Raises `PagemillError` 429."""
+        tokens = min([tokens, *(bound for charge in charges for bound in token_limits(charge.limits))])
+        asks = [
+            ReservationRequest(charge.account, self._new_lease(), tokens, charge.limits, sequences, least)
+            for charge in charges
+        ]
+        joint, asked_at = JointReservation(self._store, charges, asks), time.perf_counter()
+        answer = await joint.reserve()
         self._metrics.reserved(time.perf_counter() - asked_at)
-        if answer.refused is None:
-            return answer
-        self._metrics.limited(tenant, answer.refused)
-        if answer.refused == "requests" and ask.limits.requests_per_minute is not None:
-            self._refused[ask.account, ask.limits.requests_per_minute] = (self._clock(), answer)
-        raise refusal(ask.limits, answer, amount_of(ask), ask.sequences)
+        if isinstance(answer, ReservationAnswer):
+            return joint, answer
+        raise self._noted(tenant, answer)
+
+    def _noted(self, tenant: str, refused: Refusal) -> PagemillError:
+        charge, ask, answer = refused
+        limit = charge.limits.requests_per_minute
+        if answer.refused == "requests" and limit is not None and not charge.model:
+            self._refused[charge.account, limit] = (self._clock(), answer)
+        return self._refusal(tenant, charge, answer, amount_of(ask), ask.sequences)
+
+    def _refusal(
+        self, tenant: str, charge: Charge, answer: ReservationAnswer, tokens: int = 0, sequences: int = 1
+    ) -> PagemillError:
+        """Count a refusal, and return its error."""
+        assert answer.refused is not None
+        self._metrics.limited(tenant, answer.refused, charge.model)
+        return refusal(charge, answer, tokens, sequences)
 
     def _new_lease(self) -> str:
         return f"{self._process}-{next(self._numbers)}"
 
-    def _check_size(self, caller: Caller, num_prompt_tokens: int, num_sequences: int) -> None:
-        """Raise `PagemillError` 429 for a request that the caller's limits can never admit."""
-        if (found := too_large(caller.limits, num_prompt_tokens, num_sequences)) is not None:
-            reason, error = found
-            self._metrics.limited(caller.tenant, reason)
-            raise error
+    def _check_size(self, tenant: str, charges: Sequence[Charge], num_prompt_tokens: int, num_sequences: int) -> None:
+        """Raise `PagemillError` 429 for a request that the limits can never admit."""
+        for charge in charges:
+            if (found := too_large(charge, num_prompt_tokens, num_sequences)) is not None:
+                reason, error = found
+                self._metrics.limited(tenant, reason, charge.model)
+                raise error
 
     def _need(self, caller: Caller, target: Target, request: GenerateRequest) -> TokenNeed:
         """Return the request's need. An answer without progress reports gets all its tokens at once."""
@@ -266,6 +287,11 @@ class Limiter:
         elif completion and record.finished:
             self._lengths.observe(caller.account, record.model, -(-completion // num_sequences))
         return prompt + completion
+
+
+def charges_of(caller: Caller, target: Target, asked: str) -> list[Charge]:
+    """Return what a request is charged to. `asked`: the name that the client sent: a model, an alias or an adapter."""
+    return list(caller.charges((asked,) if target.adapter_digest else (asked, target.model)))
 
 
 def used_tokens(record: RequestRecord, was_cut_short: bool, num_possible: int = 0) -> tuple[int, int]:

@@ -188,6 +188,12 @@ class MemoryStore:
         account.day.correct(held.periods.day, difference)
         account.month.correct(held.periods.month, difference)
 
+    def undo(self, lease: str) -> None:
+        held = self._held.get(lease)
+        if held is not None:
+            self.settle(lease, 0)
+            held.account.requests.correct(held.bucket, -1, self._now_ms())
+
     async def settled(self) -> None:
         """Do nothing: `settle` counts at once."""
 

@@ -6,7 +6,7 @@ import math
 
 from pagemill_gateway.limits.store import Level, Reason, ReservationAnswer
 from pagemill_protocol.errors import PagemillError
-from pagemill_servers.keys.caller import Caller, Limits
+from pagemill_servers.keys.caller import Caller, Charge
 
 Headers = dict[str, str]
 _NAMES: dict[Reason, str] = {
@@ -45,8 +45,9 @@ class Limited(PagemillError):
         return headers
 
 
-def refusal(limits: Limits, answer: ReservationAnswer, num_tokens: int, num_sequences: int = 1) -> Limited:
+def refusal(charge: Charge, answer: ReservationAnswer, num_tokens: int, num_sequences: int = 1) -> Limited:
     """Return the error for a store's refusal of a request with these tokens and sequences."""
+    limits, of_model = charge.limits, _of_model(charge)
     reason = answer.refused
     assert reason is not None
     levels = level_headers(answer)
@@ -54,7 +55,8 @@ def refusal(limits: Limits, answer: ReservationAnswer, num_tokens: int, num_sequ
     if reason in ("budget_day", "budget_month"):
         limit = limits.tokens_per_day if reason == "budget_day" else limits.tokens_per_month
         return Limited(
-            f"You exceeded your quota of {limit} {_NAMES[reason]}; this request needs about {num_tokens}. {wait}",
+            f"You exceeded your quota of {limit} {_NAMES[reason]}{of_model}; this request needs about {num_tokens}. "
+            f"{wait}",
             type="insufficient_quota",
             code="insufficient_quota",
             retry_after_s=answer.retry_after_s,
@@ -69,18 +71,19 @@ def refusal(limits: Limits, answer: ReservationAnswer, num_tokens: int, num_sequ
     else:
         used, kind = f"Limit {limits.concurrency}, requested {num_sequences}.", "requests"
     return Limited(
-        f"Rate limit reached on {_NAMES[reason]}. {used} {wait}",
+        f"Rate limit reached on {_NAMES[reason]}{of_model}. {used} {wait}",
         type=kind,
         retry_after_s=answer.retry_after_s,
         levels=levels,
     )
 
 
-def too_large(limits: Limits, num_prompt_tokens: int, num_sequences: int) -> tuple[Reason, Limited] | None:
+def too_large(charge: Charge, num_prompt_tokens: int, num_sequences: int) -> tuple[Reason, Limited] | None:
     """Return limit and error of a request that the limits can never admit; `None` if they can."""
+    limits, of_model = charge.limits, _of_model(charge)
     if limits.concurrency is not None and num_sequences > limits.concurrency:
         return "concurrency", Limited(
-            f"Request too large on {_NAMES['concurrency']}. Limit {limits.concurrency}, this request runs "
+            f"Request too large on {_NAMES['concurrency']}{of_model}. Limit {limits.concurrency}, this request runs "
             f"{num_sequences} (its prompts times `n`, `best_of` or beams). Ask for fewer in one request.",
             type="requests",
             should_retry=False,
@@ -93,12 +96,16 @@ def too_large(limits: Limits, num_prompt_tokens: int, num_sequences: int) -> tup
     for reason, limit in bounds:
         if limit is not None and num_prompt_tokens + num_sequences > limit:
             return reason, Limited(
-                f"Request too large on {_NAMES[reason]}. Limit {limit}, the prompt alone has {num_prompt_tokens} and "
-                f"the answer at least {num_sequences}. Shorten it.",
+                f"Request too large on {_NAMES[reason]}{of_model}. Limit {limit}, the prompt alone has "
+                f"{num_prompt_tokens} and the answer at least {num_sequences}. Shorten it.",
                 type="tokens",
                 should_retry=False,
             )
     return None
+
+
+def _of_model(charge: Charge) -> str:
+    return f" for `{charge.model[:200]}`" if charge.model else ""
 
 
 def check_model(caller: Caller, model: str) -> None:

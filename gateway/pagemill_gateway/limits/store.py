@@ -91,6 +91,10 @@ class Store(Protocol):
         """End a reservation whose request used `tokens`. Unknown leases, such as refused ones, are ignored."""
         ...
 
+    def undo(self, lease: str) -> None:
+        """End a reservation that did not grow as if it had never been made: its request does not count either."""
+        ...
+
     async def settled(self) -> None:
         """Return when no later `reserve`, of any process, counts what was settled before; without Redis at once."""
         ...

@@ -16,6 +16,8 @@ from pagemill_servers.keys.caller import Caller
 
 NO_TENANT = "-"
 """The label of requests without a tenant; names of tenants begin with a letter or digit."""
+ALL_MODELS = "-"
+"""The label of limits of a key, which count requests for all models."""
 UNKNOWN_MODEL = "unknown"
 """The label of requests that ended before their model was known."""
 Series = tuple[specs.MetricSpec, dict[str, tuple[str, ...]]]
@@ -73,6 +75,5 @@ def of_caller(caller: Caller) -> Iterator[tuple[specs.MetricSpec, dict[str, str]
     if caller.tenant:
         for outcome in OUTCOMES:
             yield specs.GATEWAY_TENANT_REQUESTS, {"outcome": outcome}
-    for limit, reason in LIMITS.items():
-        if getattr(caller.limits, limit) is not None:
-            yield specs.GATEWAY_LIMITED, {"reason": reason}
+    for model, limit in caller.declared_limits():
+        yield specs.GATEWAY_LIMITED, {"reason": LIMITS[limit], "model": model or ALL_MODELS}

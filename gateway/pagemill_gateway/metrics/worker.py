@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Collection
 
 from pagemill_gateway.brain.interface import Assignment, FailureKind
-from pagemill_gateway.metrics.beginnings import NO_TENANT, of_caller
+from pagemill_gateway.metrics.beginnings import ALL_MODELS, NO_TENANT, of_caller
 from pagemill_gateway.metrics.departed import Departed
 from pagemill_gateway.request_record import RequestRecord
 from pagemill_protocol import metrics as specs
@@ -104,8 +104,9 @@ class WorkerMetrics:
     def retry(self, model: str, reason: FailureKind) -> None:
         self._metrics.counter(specs.GATEWAY_UPSTREAM_RETRIES, model=model, reason=reason).inc()
 
-    def limited(self, tenant: str, reason: str) -> None:
-        self._of_tenant(specs.GATEWAY_LIMITED, tenant, reason=reason)
+    def limited(self, tenant: str, reason: str, model: str) -> None:
+        """Count a refusal. `model`: whose limit it was; empty: the key's."""
+        self._of_tenant(specs.GATEWAY_LIMITED, tenant, reason=reason, model=model or ALL_MODELS)
 
     def ended_by_limit(self, model: str) -> None:
         self._metrics.counter(specs.GATEWAY_ENDED_BY_LIMIT, model=model).inc()
@@ -134,7 +135,9 @@ class WorkerMetrics:
     def follow_keys(self, callers: Collection[Caller]) -> None:
         """Begin what is counted for these keys, and drop the series of tenants that have been gone for a while."""
         num_updates = self._metrics.num_updates
-        for caller in {each for each in callers if each.objective is not None or not each.limits.none} - self._begun:
+        for caller in {
+            each for each in callers if each.objective is not None or any(each.declared_limits())
+        } - self._begun:
             for spec, labels in of_caller(caller):
                 self._of_tenant(spec, caller.tenant, 0, **labels)
             self._begun.add(caller)

@@ -18,6 +18,7 @@ from pagemill_api.openai.schemas import DetokenizeRequest
 from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_gateway.admission.in_flight_limit import InFlightSlot
 from pagemill_gateway.brain.interface import Target
+from pagemill_gateway.limits.limiter import charges_of
 from pagemill_gateway.limits.refusals import check_model, visible_to
 from pagemill_gateway.request_record import RequestRecord
 from pagemill_gateway.routes.access import record_of
@@ -92,8 +93,9 @@ class TokenRoutes:
         `answer` returns the number of tokens and the body.
         """
         preparation = self._worker.preparation
+        charges = charges_of(entry.caller, target, record.asked_model)
         num_tokens = min(expected_tokens, target.max_model_len or expected_tokens)
-        async with self._worker.limiter.request(entry.caller, num_tokens) as counted:
+        async with self._worker.limiter.request(entry.caller, charges, num_tokens) as counted:
             entry.arrival.over()
             try:
                 tokenizer = await preparation.tokenizer(target)

@@ -357,8 +357,8 @@ GATEWAY_LIMITED = _gateway(
     "counter",
     "limited",
     "Requests refused by a limit of their key: requests, tokens, concurrency, budget_day or budget_month; tenant `-`: "
-    "the key has none.",
-    ("tenant", "reason"),
+    "the key has none; model: the one that the limit is for, or `-`.",
+    ("tenant", "reason", "model"),
 )
 GATEWAY_ENDED_BY_LIMIT = _gateway(
     "counter",

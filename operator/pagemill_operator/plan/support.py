@@ -28,8 +28,6 @@ CPU_PROCESSES = (
 )
 MOST_PROCESSES = 64
 CPU_ONLY = "only the CPU's kernels do that in this version; turn it off, or set spec.resources.gpus to 0"
-
-ADAPTERS_ON_CPUS = "only CPUs serve adapters in this version; set spec.resources.gpus to 0"
 GPU_ONLY = "only a GPU's kernels do that; set spec.resources.gpus to 1"
 
 
@@ -44,7 +42,7 @@ def pods_per_replica(spec: LLMDeploymentSpec, backend: Backend) -> int:
 def find_problems(spec: LLMDeploymentSpec, backend: Backend) -> Iterator[Problem]:
     """Return the problems of the spec, or of the valid part of a partially read one."""
     checks = [_quantization_problems, _float16_problems, _tensor_parallel_problems, _pipeline_parallel_problems]
-    checks += [_process_problems, _gpu_problems, _adapter_problems, _lora_problems, _policy_problems]
+    checks += [_process_problems, _gpu_problems, _policy_problems]
     if backend == "local":
         checks += [_env_problems, _credentials_problems]
     else:
@@ -164,16 +162,6 @@ def _process_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
     if message is not None:
         name, value = ("tensorParallel", size) if size >= stages else ("pipelineParallel", stages)
         yield Problem(f"spec.engine.{name}", value, message)
-
-
-def _adapter_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
-    if spec.resources.gpus and spec.model.adapters:
-        yield Problem("spec.model.adapters", len(spec.model.adapters), ADAPTERS_ON_CPUS)
-
-
-def _lora_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
-    if spec.resources.gpus and spec.engine.lora is not None:
-        yield Problem("spec.engine.lora", spec.engine.lora.max_loras, ADAPTERS_ON_CPUS)
 
 
 def _policy_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:

@@ -280,7 +280,6 @@ def test_states_that_do_not_fit_are_refused_with_the_sequences_that_would(
     ("setting", "value"),
     [
         ("deterministic", True),
-        ("enable_lora", True),
         ("tensor_parallel_size", 2),
         ("speculative", {"method": "ngram"}),
         ("device", "cuda"),

@@ -72,9 +72,9 @@ def fault_of(line: str) -> str | None:
         caller = parse_entry(line)
     except EntryError as error:
         return str(error)
-    limit = next((name for name, value in caller.limits._asdict().items() if value is not None), None)
-    if limit is not None:
-        return f"has `{limit}`, but this server enforces no limits. {ENFORCED}"
+    model, limit = next(caller.declared_limits(), ("", ""))
+    if limit:
+        return f"has `{limit}{model and '@'}{model}`, but this server enforces no limits. {ENFORCED}"
     if caller.models is not None:
         return f"has `models`, but this server serves one model to all keys. {ENFORCED}"
     if caller.priority_class != "normal":

@@ -54,6 +54,8 @@ class _Ended(NamedTuple):
     lease: str
     tokens: int
     reservation: _Open
+    is_undone: bool = False
+    """Whether its request does not count either."""
 
 
 class RedisStore:
@@ -164,12 +166,19 @@ class RedisStore:
         self.local.record(ask)
 
     def settle(self, lease: str, tokens: int) -> None:
+        self.local.settle(lease, tokens)
+        self._close(lease, tokens)
+
+    def undo(self, lease: str) -> None:
+        self.local.undo(lease)
+        self._close(lease, 0, is_undone=True)
+
+    def _close(self, lease: str, tokens: int, *, is_undone: bool = False) -> None:
         reservation = self._open.pop(lease, None)
         if reservation is None:
             return
-        self.local.settle(lease, tokens)
         if reservation.known:
-            self._end(_Ended(lease, tokens, reservation))
+            self._end(_Ended(lease, tokens, reservation, is_undone))
         else:
             self._queue_usage(reservation, tokens)
 
@@ -240,9 +249,9 @@ class RedisStore:
 
     def _settlement(self, ended: _Ended) -> tuple[list[str], list[str | int]]:
         reservation = ended.reservation
-        in_doubt = int(reservation.in_doubt)
-        arguments: list[str | int] = [ended.lease, reservation.running, ended.tokens, self._now(), in_doubt]
-        return self._keys(reservation)[1:], arguments
+        requests, *others = self._keys(reservation)
+        flags = int(reservation.in_doubt), int(ended.is_undone)
+        return [*others, requests], [ended.lease, reservation.running, ended.tokens, self._now(), *flags]
 
     async def _renew_for_ever(self) -> None:
         while True:

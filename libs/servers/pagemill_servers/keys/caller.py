@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from typing import Literal, NamedTuple, get_args
 
 PriorityClass = Literal["high", "normal", "low"]
@@ -34,6 +35,15 @@ class Limits(NamedTuple):
 NO_LIMITS = Limits()
 
 
+class Charge(NamedTuple):
+    """An account to which a request is charged, and the limits of the account."""
+
+    account: str
+    limits: Limits
+    model: str = ""
+    """The model or adapter whose requests alone count; empty: all of the key's."""
+
+
 class Caller(NamedTuple):
     """The sender of one request, as its key's entry describes it."""
 
@@ -44,6 +54,8 @@ class Caller(NamedTuple):
     models: frozenset[str] | None = None
     """Model names, as clients send them, that this key may use; `None`: all."""
     limits: Limits = NO_LIMITS
+    model_limits: tuple[tuple[str, Limits], ...] = ()
+    """Further limits for the requests of one model, alias or adapter, by its name."""
     priority_class: PriorityClass = "normal"
     objective: float | None = None
     """Percentage of the tenant's requests that must be answered; `None`: none is declared."""
@@ -56,6 +68,19 @@ class Caller(NamedTuple):
         if self.tenant:
             return f"tenant:{self.tenant}"
         return f"key:{self.key_hash[:32]}" if self.key_hash else ""
+
+    def declared_limits(self) -> Iterator[tuple[str, str]]:
+        """Yield the model and the name of each limit; the model is empty for those of the key."""
+        for model, limits in (("", self.limits), *self.model_limits):
+            yield from ((model, name) for name, value in limits._asdict().items() if value is not None)
+
+    def charges(self, names: Collection[str]) -> Iterator[Charge]:
+        """Yield what a request for these names is charged to, without accounts that have no limit."""
+        if not self.limits.none:
+            yield Charge(self.account, self.limits)
+        for name, limits in self.model_limits:
+            if name in names:
+                yield Charge(f"{self.account}/model:{name}", limits, name)
 
     def may_use(self, model: str) -> bool:
         return self.models is None or model in self.models

@@ -1,4 +1,5 @@
-"""The entry of one key: `SHA256 [tenant=NAME] [models=A,B] [LIMIT=NUMBER ...] [priority=CLASS] [objective=PERCENT]`.
+"""The entry of one key: `SHA256 [tenant=NAME] [models=A,B] [LIMIT=NUMBER ...] [LIMIT@MODEL=NUMBER ...]
+[priority=CLASS] [objective=PERCENT]`.
 
 The settings, a file of keys, a Secret and Redis use the same line. A bare hash is a key without limits. A message about
 a wrong line never quotes it: it may contain a key in place of its hash.
@@ -33,7 +34,8 @@ def parse_entry(line: str) -> Caller:
     fields: dict[str, str] = {}
     for word in words:
         name, equals, value = word.partition("=")
-        if not equals or name not in FIELDS:
+        limit, at, _ = name.partition("@")
+        if not equals or (limit not in Limits._fields if at else name not in FIELDS):
             shown = f"`{name}`" if name.isidentifier() and len(name) < 32 else "something"
             raise EntryError(f"has {shown}, which is none of {', '.join(FIELDS)}. Write FIELD=VALUE after the hash.")
         if name in fields:
@@ -43,7 +45,8 @@ def parse_entry(line: str) -> Caller:
         key_hash=key_hash.lower(),
         tenant=_tenant(fields),
         models=_models(fields),
-        limits=Limits(**{name: _limit(name, fields[name]) for name in Limits._fields if name in fields}),
+        limits=_limits(fields, ""),
+        model_limits=_model_limits(fields),
         priority_class=_priority(fields),
         objective=_objective(fields),
     )
@@ -78,6 +81,28 @@ def _models(fields: dict[str, str]) -> frozenset[str] | None:
     if "" in names:
         raise EntryError("has an empty name in `models`. Write models=NAME,NAME without blanks, or leave it out.")
     return names
+
+
+def _model_limits(fields: dict[str, str]) -> tuple[tuple[str, Limits], ...]:
+    models, found = _models(fields), dict[str, Limits]()
+    for field in fields:
+        limit, at, name = field.partition("@")
+        if not at:
+            continue
+        if not name:
+            raise EntryError(f"has `{field}` without a name. Write {limit}@MODEL=NUMBER.")
+        if models is not None and name not in models:
+            raise EntryError(
+                f"has `{field[:200]}`, and its `models` lacks that name, so the key cannot use it. Add the name there, "
+                "or leave the limit out."
+            )
+        found[name] = _limits(fields, f"@{name}")
+    return tuple(found.items())
+
+
+def _limits(fields: dict[str, str], of_model: str) -> Limits:
+    given = {each: f"{each}{of_model}" for each in Limits._fields}
+    return Limits(**{each: _limit(field, fields[field]) for each, field in given.items() if field in fields})
 
 
 def _limit(name: str, text: str) -> int:
