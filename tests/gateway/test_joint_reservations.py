@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from limit_histories import limits
 
 from examples import num_examples
-from pagemill_gateway.limits.joint import JointReservation, Refusal
+from pagemill_gateway.limits.joint import JointReservation, RefusedReservation
 from pagemill_gateway.limits.memory import MemoryStore
 from pagemill_gateway.limits.store import ReservationAnswer, ReservationRequest, token_limits
 from pagemill_servers.keys.caller import Charge, Limits
@@ -52,7 +52,7 @@ async def _all_or_none(world: World, history: list[tuple[str, int]]) -> None:
         elif kind == "reserve":
             joint = world.joint(amount)
             answer = await joint.reserve()
-            if isinstance(answer, Refusal):
+            if isinstance(answer, RefusedReservation):
                 assert answer.answer.refused is not None
                 assert world.levels() == before, "a refused request leaves no trace"
             else:
@@ -82,7 +82,7 @@ async def _kept() -> None:
     world = World(Limits(tokens_per_minute=100), Limits(tokens_per_minute=50))
     one, other = world.joint(30), world.joint(10)
     for each in (one, other):
-        assert not isinstance(await each.reserve(), Refusal)
+        assert not isinstance(await each.reserve(), RefusedReservation)
     assert [await one.extend(0, 40) for _ in range(5)] == [10, 0, 0, 0, 0]
     key, _ = world.levels()
     assert key.tokens is not None

@@ -12,7 +12,7 @@ from pagemill_gateway.limits.store import ExtensionRequest, Level, ReservationAn
 from pagemill_servers.keys.caller import Charge
 
 
-class Refusal(NamedTuple):
+class RefusedReservation(NamedTuple):
     charge: Charge
     ask: ReservationRequest
     answer: ReservationAnswer
@@ -33,7 +33,7 @@ class JointReservation:
         self._held = [_Held(ask) for ask in asks]
         self.granted = 0
 
-    async def reserve(self) -> ReservationAnswer | Refusal:
+    async def reserve(self) -> ReservationAnswer | RefusedReservation:
         """Reserve in all accounts. Return the least levels, or the first refusal, after which nothing is reserved."""
         answers: list[ReservationAnswer] = []
         try:
@@ -41,7 +41,7 @@ class JointReservation:
                 answer = await self._store.reserve(each.ask)
                 if answer.refused is not None:
                     self._undo(len(answers))
-                    return Refusal(charge, each.ask, answer)
+                    return RefusedReservation(charge, each.ask, answer)
                 answers.append(answer)
         except BaseException:
             self._undo(len(answers))

@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager
 
 from pagemill_gateway.brain.interface import Target
 from pagemill_gateway.limits.allowance import Allowance, Reserved, TokenNeed
-from pagemill_gateway.limits.joint import JointReservation, Refusal
+from pagemill_gateway.limits.joint import JointReservation, RefusedReservation
 from pagemill_gateway.limits.refusals import Headers, level_headers, refusal, too_large
 from pagemill_gateway.limits.store import Level, ReservationAnswer, ReservationRequest, Store, amount_of, token_limits
 from pagemill_gateway.metrics.worker import WorkerMetrics
@@ -232,7 +232,7 @@ class Limiter:
             return joint, answer
         raise self._noted(tenant, answer)
 
-    def _noted(self, tenant: str, refused: Refusal) -> PagemillError:
+    def _noted(self, tenant: str, refused: RefusedReservation) -> PagemillError:
         charge, ask, answer = refused
         limit = charge.limits.requests_per_minute
         if answer.refused == "requests" and limit is not None and not charge.model:

@@ -187,6 +187,7 @@ def adapter_of(llama: Path, path: Path, **settings: Any) -> Path:
         if side != values.get("without")
     }
     values.pop("without", None)
+    tensors |= {norm: torch.ones(1, 64) for norm in values.pop("norms", ())}
     write_lora(path / "adapter.gguf", values.pop("architecture"), tensors, values.pop("alpha"), **values)
     return path / "adapter.gguf"
 
@@ -211,6 +212,7 @@ def test_the_scale_and_the_type_are_those_of_the_file(llama: Path, tmp_path: Pat
         ({"general_type": "model"}, r"has general\.type `model` and adapter\.type `lora`"),
         ({"metadata": {"adapter.lora.unknown": "x"}}, r"sets `adapter\.lora\.unknown`, which is not served"),
         ({"name": "blk.0.attn_norm.weight"}, r"`blk\.0\.attn_norm\.weight\.lora_a` adds to .*no matrix of this model"),
+        ({"norms": ["blk.0.attn_norm.weight"]}, r"`blk\.0\.attn_norm\.weight` .*trained norms .* not served. Train"),
         ({"without": "lora_b"}, r"has `blk\.0\.attn_v\.weight\.lora_a` and no `blk\.0\.attn_v\.weight\.lora_b`"),
         ({"rows": 64}, r"`blk\.0\.attn_v\.weight\.lora_b` has shape \[64, 32\].*must be \[32, 32\]"),
         ({"rank": 40}, "has rank 40; this engine serves ranks up to 32"),

@@ -65,7 +65,11 @@ def _pairs(tensors: Mapping[str, GGUFTensor]) -> dict[str, tuple[TensorHeader, T
     for name in tensors:
         matrix, side = name[: -len(_SIDES[0])], name[-len(_SIDES[0]) :]
         if side not in _SIDES:
-            raise refused_tensor(_header(tensors[name]), "is no matrix of LoRA")
+            raise refused_tensor(
+                _header(tensors[name]),
+                "is no matrix of LoRA; trained norms and biases are not served. Train the adapter with bias='none' and "
+                "without modules_to_save, or merge it into a copy of the model",
+            )
         other = matrix + _SIDES[1 - _SIDES.index(side)]
         if other not in tensors:
             raise unreadable(f"The file has `{name}` and no `{other}`. Fetch it again.")
