@@ -26,7 +26,7 @@ from pagemill_gateway.config import GatewayConfig
 from pagemill_protocol import hashes
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.frames import StateDecoder
-from pagemill_protocol.report.cache_kinds import CacheKind, chunk_blocks, further_chunk_blocks
+from pagemill_protocol.report.cache_kinds import CacheKind, chunk_blocks, further_chunk_blocks, longest_match
 from pagemill_protocol.report.state import Digests, EngineLoad, StateFrame
 
 PODS = ("a", "b", "c")
@@ -362,6 +362,33 @@ def test_pods_with_and_without_windows_are_compared_by_their_own_rules() -> None
     found = index.depths_of_kinds(chunks, 15, {}, kinds, BLOCK_SIZE)
     names = ("all", "window evicted", "only the end of the window", "beginning evicted")
     assert [found.get(index.bit(name), 0) for name in names] == [6, 3, 6, 0]
+
+
+@settings(max_examples=num_examples(600), deadline=None)
+@given(draw=st.randoms(use_true_random=False), windows=st.lists(st.integers(0, 40), max_size=2), has_full=st.booleans())
+def test_the_depth_of_each_pod_is_its_longest_match(draw: random.Random, windows: list[int], has_full: bool) -> None:
+    """Whatever is missing at which pod, reported or expected; a window of 0 stands for states."""
+    kinds = [CacheKind("full")] * (has_full or not windows)
+    kinds += [CacheKind("a kind", window or None, state=window == 0) for window in windows]
+    first_chunks = draw.choice([1, 2, 4]) if kinds[0].keeps_all else 1
+    chunks = [bytes([place] * 16) for place in range(draw.randint(0, 40))]
+    pods, having = 2 ** draw.randint(1, 6) - 1, draw.choice([0.5, 0.9, 0.98])
+    index = PrefixIndex()
+    for pod in range(6):
+        keys = [hashes.key_of_kind(number, chunk) for number in range(len(kinds)) for chunk in chunks]
+        index.snapshot(f"pod {pod}", [key for key in keys if draw.random() < having])
+    expected = {chunk: draw.getrandbits(6) for chunk in chunks if draw.random() < 0.05}
+    found = index.depths_of_kinds(chunks, pods, expected, kinds, BLOCK_SIZE, first_chunks)
+    for bit in (index.bit(f"pod {pod}") for pod in range(6)):
+
+        def cached(number: int, place: int, bit: int = bit) -> bool:
+            if number == 0 and (place + 1) % first_chunks:
+                return True
+            key = hashes.key_of_kind(number, chunks[place])
+            return index.has(key, bit) or expected.get(chunks[place], 0) & bit != 0
+
+        depth = longest_match(kinds, len(chunks), BLOCK_SIZE, cached) if pods & bit else 0
+        assert found.get(bit, 0) == depth
 
 
 async def test_a_gateway_hashes_prompts_by_the_block_where_windows_are_reported_so(large_chunks: None) -> None:

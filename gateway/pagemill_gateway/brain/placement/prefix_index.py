@@ -8,7 +8,8 @@ prefixes that the gateway only expects.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from operator import and_
 
@@ -95,25 +96,50 @@ class PrefixIndex:
         A pod can resume behind a number of chunks if it has all of them in full kinds, and in windowed ones those from
         the first that is still needed (`report.cache_kinds.first_needed`). `first_chunks`: how many of them the first
         kind reports as one. What is behind its last one is known by the others, which report what it has as well.
+
+        Full kinds are read up to the first chunk that no pod has, windows from there backwards until every pod's depth
+        is known: one window, where all pods can resume behind the last chunk.
         """
-        resumable = [pods] * len(prefix_chunks)
+        most = len(prefix_chunks)
+        runs: list[tuple[int, list[int]]] = []
+        windows: list[_Window] = []
         for number, kind in enumerate(kinds):
-            every = 1 if number else first_chunks
-            having = [
-                self._pods.get(key_of_kind(number, chunk), 0) | expected.get(chunk, 0) if end % every == 0 else -1
-                for end, chunk in enumerate(prefix_chunks, 1)
-            ]
-            starts = (first_needed(kind, chunk_tokens * end, chunk_tokens) for end in range(1, len(having) + 1))
-            masks = accumulate(having, and_) if kind.keeps_all else _in_all(having, starts)
-            for index, mask in enumerate(masks):
-                resumable[index] &= mask
+            every, suffix = 1 if number else first_chunks, key_of_kind(number, b"")
+            if kind.keeps_all:
+                run = self._run(prefix_chunks[every - 1 : most : every], suffix, pods, expected)
+                runs.append((every, run))
+                most = min(most, every * len(run) - 1)
+            elif length := len(prefix_chunks) - first_needed(kind, chunk_tokens * len(prefix_chunks), chunk_tokens):
+                windows.append(_Window(self._pods, expected, prefix_chunks, suffix, every, length))
         found: dict[int, int] = {}
-        rest = pods
-        for index in range(len(resumable) - 1, -1, -1):
-            if deepest := resumable[index] & rest:
-                found.update(dict.fromkeys(_each(deepest), index + 1))
+        rest, depth = pods, most
+        while rest and depth > 0:
+            deepest = rest
+            for every, run in runs:
+                deepest &= run[depth // every]
+            for window in windows:
+                if deepest:
+                    deepest &= window.before(depth)
+            depth -= 1
+            if deepest:
+                found.update(dict.fromkeys(_each(deepest), depth + 1))
                 rest ^= deepest
+                for every, run in runs:
+                    depth = min(depth, every * _length_of(run, rest) - 1)
         return found
+
+    def _run(
+        self, prefix_chunks: Sequence[bytes], suffix: bytes, pods: int, expected: Mapping[bytes, int]
+    ) -> list[int]:
+        """Return which of `pods` have all of the first chunks of a full kind: none of them, one, and so on, as long as
+        there are any. `suffix`: of the kind's names."""
+        known, run = self._pods, [pods]
+        for chunk in prefix_chunks:
+            pods &= known.get(chunk + suffix, 0) | expected.get(chunk, 0)
+            if not pods:
+                break
+            run.append(pods)
+        return run
 
     def has(self, chunk: bytes, bit: int) -> bool:
         return self._pods.get(chunk, 0) & bit != 0
@@ -165,23 +191,59 @@ def clear(pods: dict[bytes, int], bit: int, prefix_chunks: Iterable[bytes]) -> N
             pods[chunk] = mask ^ bit
 
 
-def _in_all(masks: Sequence[int], starts: Iterable[int]) -> Iterator[int]:
-    """Yield, for each place, the bits that are in all masks from its start to it. Starts never fall.
+def _length_of(run: Sequence[int], pods: int) -> int:
+    """Return the length of a run of falling sets up to the last that has one of `pods`."""
+    return bisect_left(run, True, key=lambda each: not each & pods)
 
-    The masks before `split` are kept as the bits that are in all from each to `split`, the later ones as one mask, so
-    that a step costs the same whatever the distance to its start.
+
+class _Window:
+    """Which pods have all chunks of a kind's window, wherever it ends.
+
+    Chunks are read in parts of the window's length, when one of a part is asked for. Each window is the end of one part
+    and the beginning of the next, so that asking for all windows costs the same whatever their length.
     """
-    before: dict[int, int] = {}
-    split, since = 0, -1
-    for place, start in enumerate(starts):
-        since &= masks[place]
-        if start >= split:
-            all_of = -1
-            for earlier in range(place, start - 1, -1):
-                all_of &= masks[earlier]
-                before[earlier] = all_of
-            split, since = place + 1, -1
-        yield before.get(start, -1) & since if start <= place else -1
+
+    def __init__(
+        self,
+        known: Mapping[bytes, int],
+        expected: Mapping[bytes, int],
+        prefix_chunks: Sequence[bytes],
+        suffix: bytes,
+        every: int,
+        length: int,
+    ) -> None:
+        """`length`: chunks in a window. `suffix`: of the kind's names. Of `every` chunks the last one is reported."""
+        self._known, self._expected = known, expected
+        self._prefix_chunks = prefix_chunks
+        self._suffix = suffix
+        self._every = every
+        self._length = length
+        self._parts: dict[int, tuple[list[int], list[int]]] = {}
+
+    def before(self, end: int) -> int:
+        """Return the pods that have all of the chunks in the window behind which `end` chunks end."""
+        length = self._length
+        if length == 1:
+            return self._having(end - 1)
+        part, place = divmod(end - 1, length)
+        pods = self._part(part)[0][place]
+        return pods & self._part(part - 1)[1][place + 1] if part and place + 1 < length else pods
+
+    def _part(self, number: int) -> tuple[list[int], list[int]]:
+        """Return the pods that have all chunks of a part up to each, and all from each on."""
+        part = self._parts.get(number)
+        if part is None:
+            begin = number * self._length
+            masks = [self._having(place) for place in range(begin, min(begin + self._length, len(self._prefix_chunks)))]
+            part = list(accumulate(masks, and_)), list(accumulate(reversed(masks), and_))[::-1]
+            self._parts[number] = part
+        return part
+
+    def _having(self, place: int) -> int:
+        if (place + 1) % self._every:
+            return -1
+        chunk = self._prefix_chunks[place]
+        return self._known.get(chunk + self._suffix, 0) | self._expected.get(chunk, 0)
 
 
 def _each(mask: int) -> list[int]:
