@@ -168,15 +168,12 @@ def test_stages_have_equal_work_whatever_the_head_takes() -> None:
     assert dealt_by_size([1] * 30 + [9], 2) == [(0, 20), (20, 31)]
     assert dealt_by_size([1] * 31, 4) == [(0, 8), (8, 16), (16, 24), (24, 31)]
     assert dealt_by_size([1, 1, 1, 100], 3) == [(0, 2), (2, 3), (3, 4)], "no stage is empty"
-    decoder = declared("llama")
-    layers = decoder.layers[:1] * 10
-    decoder = msgspec.structs.replace(decoder, layers=layers)
-    head = {f"{decoder.embedding.name}.weight", "lm_head.weight"}
-    for of_head, ends in ((0.0, 5), (4.0, 7), (100.0, 9)):
-        found = layers_of_stages(decoder, 2, lambda name, of_head=of_head: of_head if name in head else 0.125)
-        size = sum(0.125 for name in msgspec.structs.replace(decoder, layers=layers[:1]).shapes() if "layers." in name)
-        assert size == pytest.approx(1, rel=0.3)
-        assert found == [(0, ends), (ends, 10)]
+    layer = declared("llama").layers[0]
+    decoder = msgspec.structs.replace(declared("llama"), layers=(layer,) * 10)
+    rows_of_a_layer = sum(map(math.prod, layer.shapes().values())) // decoder.hidden_size
+    for num_layers, ends in ((0, 5), (4, 7), (8, 9), (100, 9)):
+        with_head = msgspec.structs.replace(decoder, vocab_size=num_layers * rows_of_a_layer + 1)
+        assert layers_of_stages(with_head, 2) == [(0, ends), (ends, 10)]
 
 
 def test_a_model_of_transformers_is_refused_by_name() -> None:

@@ -1,6 +1,7 @@
-"""Adapters of a model that several ranks compute: each rank reads the same folder, and keeps its part of the values.
+"""Adapters of a model that several ranks compute: each rank reads the same files, and keeps its part of the values.
 
-Rank 0's `AdapterStore` decides what is loaded and dropped. An adapter is loaded once all ranks have it.
+Followers on other nodes get the files from rank 0. Its `AdapterStore` decides what is loaded and dropped. An adapter is
+loaded once all ranks have it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from itertools import count
 from pathlib import Path
-from typing import Protocol
+from tempfile import TemporaryDirectory
 from weakref import finalize
 
 import numpy as np
@@ -18,8 +19,10 @@ import numpy as np
 from pagemill_engine.adapters.packing import Pack, Packed
 from pagemill_engine.adapters.reading import AdapterValues, PartOfAdapter, Pause
 from pagemill_engine.adapters.store import AdapterStore, LoadedAdapter
+from pagemill_engine.executing.ranks.messages import AdapterMessage, AdapterPiece, ReadAdapter
 from pagemill_kernels.arrays import Array
 from pagemill_models.adapters.errors import unreadable
+from pagemill_models.adapters.folder import files_of
 from pagemill_models.declaration.declaration import DecoderSpec
 from pagemill_models.sharding.linears import LinearUse, linears
 from pagemill_models.sharding.slices import Slices, TensorSlice
@@ -69,21 +72,23 @@ def _cut(values: Array, axis: int, found: TensorSlice | None, dimension: int = 0
     return np.ascontiguousarray(values.take(at, axis))
 
 
+_PIECE_BYTES = 32 * 1024
+"""A plan may wait for a piece, and a piece fits into a slot of the ring."""
+
+
 class _Held:
     """Lives as long as rank 0 has an adapter."""
-
-
-class SendRead(Protocol):
-    def __call__(self, number: int, folder: str, digest: str, dropped: list[int]) -> None:
-        """Ask all followers to read an adapter, and to drop earlier ones."""
 
 
 class AdaptersOfFollowers:
     """Rank 0's end."""
 
-    def __init__(self, send: SendRead, answers: Callable[[], list[str]]) -> None:
-        """`answers`: waits for an answer of each follower, and returns what is wrong: "" if nothing is."""
-        self._send, self._answers = send, answers
+    def __init__(
+        self, send: Callable[[AdapterMessage], None], answers: Callable[[], list[str]], *, sends_files: bool = False
+    ) -> None:
+        """`send`: to all followers. `answers`: waits for an answer of each, and returns what is wrong: "" if nothing
+        is. `sends_files`: followers are on other nodes, which may lack the folders."""
+        self._send, self._answers, self._sends_files = send, answers, sends_files
         self._numbers = count()
         self._dropped: deque[int] = deque()
 
@@ -91,12 +96,23 @@ class AdaptersOfFollowers:
         """Let all followers read a folder, and return what they keep it for. Raises `AdapterError`."""
         held, number = _Held(), next(self._numbers)
         finalize(held, self._dropped.append, number)
+        if self._sends_files:
+            self._send_files(number, folder)
         dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
-        self._send(number, str(folder), digest, dropped)
+        self._send(ReadAdapter(number, "" if self._sends_files else str(folder), digest, dropped))
         wrong = list(filter(None, self._answers()))
         if wrong:
             raise unreadable(f"Not all ranks could read the adapter: {wrong[0]}")
         return held
+
+    def _send_files(self, number: int, folder: Path) -> None:
+        try:
+            for path in files_of(folder):
+                with path.open("rb") as file:
+                    while data := file.read(_PIECE_BYTES):
+                        self._send(AdapterPiece(number, path.name, data))
+        except OSError as error:
+            raise unreadable(f"`{folder}` could not be read again for the other ranks: {error}.") from error
 
 
 class FollowedAdapters:
@@ -107,22 +123,62 @@ class FollowedAdapters:
         self.limits = store.limits
         self._store, self._answer = store, answer
         self._held: dict[int, LoadedAdapter] = {}
+        self._received: dict[int, _Received] = {}
 
-    def read(self, number: int, folder: str, digest: str, dropped: list[int]) -> None:
-        for each in dropped:
+    def read(self, message: AdapterMessage) -> None:
+        if isinstance(message, AdapterPiece):
+            self._received.setdefault(message.number, _Received()).take(message)
+            return
+        for each in message.dropped:
             self._held.pop(each, None)
+            unread = self._received.pop(each, None)
+            if unread is not None:
+                unread.remove()
+        received = None if message.folder else self._received.pop(message.number, None)
+        if received is not None and received.error is not None:
+            received.remove()
+            self._answer(f"its files cannot be kept: {received.error}")
+            return
+        folder = Path(message.folder) if received is None else received.path
 
         def finish(done: Future[LoadedAdapter]) -> None:
             error = done.exception()
+            if received is not None:
+                received.remove()
             if error is not None:
                 self._answer(str(error) or type(error).__name__)
-            elif done.result().digest != digest:
+            elif done.result().digest != message.digest:
                 self._answer(f"`{folder}` changed while it was read. Load the adapter again once it is complete.")
             else:
-                self._held[number] = done.result()
+                self._held[message.number] = done.result()
                 self._answer("")
 
-        self._store.read(Path(folder)).add_done_callback(finish)
+        self._store.read(folder).add_done_callback(finish)
 
     def get(self, digest: str) -> LoadedAdapter:
         return next(each for each in list(self._held.values()) if each.digest == digest)
+
+
+class _Received:
+    """The files of an adapter that rank 0 sends, in a folder that lasts until they are read."""
+
+    def __init__(self) -> None:
+        self._folder: TemporaryDirectory[str] | None = None
+        self.error: OSError | None = None
+
+    @property
+    def path(self) -> Path:
+        return Path("" if self._folder is None else self._folder.name)
+
+    def take(self, piece: AdapterPiece) -> None:
+        try:
+            if self._folder is None:
+                self._folder = TemporaryDirectory(prefix="pagemill-adapter-", ignore_cleanup_errors=True)
+            with (self.path / Path(piece.file).name).open("ab") as file:
+                file.write(piece.data)
+        except OSError as error:
+            self.error = error
+
+    def remove(self) -> None:
+        if self._folder is not None:
+            self._folder.cleanup()

@@ -87,12 +87,12 @@ def part_of(spec: ModelSpec, rank: int, size: int, stages: Sequence[Range]) -> R
     return RankPart(msgspec.structs.replace(spec, decoder=part.decoder), part.slices, place)
 
 
-def stages_of(config: EngineConfig, spec: ModelSpec, work_of: Callable[[str], float]) -> list[Range]:
-    """Return the layers of each stage of several ranks. Raises `LoadError`. `work_of`: as in `layers_of_stages`."""
+def stages_of(config: EngineConfig, spec: ModelSpec) -> list[Range]:
+    """Return the layers of each stage of several ranks. Raises `LoadError`."""
     check_division(spec, config.num_ranks, config.pipeline_parallel_size)
     if config.pipeline_parallel_size == 1:
         return [(0, spec.num_layers)]
-    return layers_of_stages(spec.decoder, config.pipeline_parallel_size, work_of)
+    return layers_of_stages(spec.decoder, config.pipeline_parallel_size)
 
 
 def rank_sizes(

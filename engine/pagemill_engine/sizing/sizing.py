@@ -7,7 +7,6 @@ KV cache and decides whether everything fits.
 from __future__ import annotations
 
 import logging
-import math
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,7 +29,7 @@ from pagemill_engine.weights.declared import DeclaredWeights
 from pagemill_engine.weights.early_digest import EarlyDigest
 from pagemill_engine.weights.opening import open_weights, shape_only_weights
 from pagemill_engine.weights.quantized import QuantizedWeights
-from pagemill_engine.weights.source import WeightSource, stored_bytes
+from pagemill_engine.weights.source import WeightSource
 from pagemill_kernels.arrays import NUMPY_TYPES, FloatType
 from pagemill_kernels.kv_store.kinds import KVType
 from pagemill_kernels.registry import WeightForms, weight_forms
@@ -105,24 +104,10 @@ def _rank_sizes(config: EngineConfig, path: Path, spec: ModelSpec, storage: Stor
 def parts_of_ranks(
     config: EngineConfig, weights: WeightSource, spec: ModelSpec, storage: StorageForms
 ) -> tuple[list[Range], list[RankSizes]]:
-    """Return the layers of each stage, and what each of several ranks holds. Raises `LoadError`.
-
-    A tensor's work is its share of the bytes, which steps with few tokens wait for, and that of the values, with which
-    steps with many tokens multiply. Both are the same unless some tensors are quantized and others are not.
-    """
+    """Return the layers of each stage, and what each of several ranks holds. Raises `LoadError`."""
     if config.num_ranks == 1:
         return [(0, spec.num_layers)], []
-    keep_stored, shapes = _keeps_stored(spec, storage, config.quantization != "none"), weights.shapes
-    num_bytes = weights.num_bytes(storage.dtype, keep_stored)
-    num_values = sum(map(math.prod, shapes.values()))
-
-    def work_of(name: str) -> float:
-        if name not in shapes:
-            return 0.0
-        held = stored_bytes(weights, name, storage.dtype, keep_stored)
-        return held / num_bytes + math.prod(shapes[name]) / num_values
-
-    stages = stages_of(config, spec, work_of)
+    stages = stages_of(config, spec)
     return stages, rank_sizes(config, stages, weights, spec, lambda own, part: sizes_of(config, own, part, storage))
 
 

@@ -136,18 +136,13 @@ def load_ranks(files: ModelFiles, compute: Compute, stuck_seconds: float = STUCK
         own = RankIdentity.own(prepared.weights.digest())
         weight_bytes = loaded.model.num_bytes + followers.wait_until_ready(own)
         info = runner_info(prepared, spec, loaded.max_model_len, weight_bytes, "cpu").with_cache(loaded.blocks)
-        rows = None
-        if config.enable_lora:
-            store = _store(config, compute, spec, part, prepared.weights)
-            info, rows = info._replace(serves_adapters=True, adapters=store), _rows(config, compute, part, store)
-        inner = EagerRunner(loaded.model, loaded.cache, info, config.step.max_num_seqs, rows)
+        inner = first_rank(config, compute, spec, part, prepared.weights, loaded, info)
     except BaseException:
         followers.kill()
         raise
     followers.watch(group)
     runner = RankedRunner(inner, ring, group, followers, num_stages, prepare_thread)
-    if info.adapters is not None:
-        _read_together(info.adapters, runner, followers)
+    read_together(runner, followers.answers)
     return runner
 
 
@@ -198,10 +193,32 @@ def _store(
     return make_store(config, spec.decoder, weights, natively=compute.is_native, of_rank=packs)
 
 
-def _read_together(store: AdapterStore, runner: RankedRunner, followers: FollowerProcesses) -> None:
+def first_rank(
+    config: EngineConfig,
+    compute: Compute,
+    spec: ModelSpec,
+    part: RankPart,
+    weights: WeightSource,
+    loaded: LoadedPart,
+    info: RunnerInfo,
+) -> EagerRunner:
+    """Return the runner of rank 0's part. `spec`, `weights`: of the whole model."""
+    rows = None
+    if config.enable_lora:
+        store = _store(config, compute, spec, part, weights)
+        info, rows = info._replace(serves_adapters=True, adapters=store), _rows(config, compute, part, store)
+    return EagerRunner(loaded.model, loaded.cache, info, config.step.max_num_seqs, rows)
+
+
+def read_together(runner: RankedRunner, answers: Callable[[], list[str]], *, sends_files: bool = False) -> None:
+    """Let all ranks read the adapters that rank 0 reads, if any are served. Arguments: of `AdaptersOfFollowers`."""
+    if runner.info.adapters is None:
+        return
     from pagemill_engine.adapters.ranks import AdaptersOfFollowers
 
-    store.read_elsewhere = AdaptersOfFollowers(runner.read_adapter, followers.answers).read
+    runner.info.adapters.read_elsewhere = AdaptersOfFollowers(
+        runner.read_adapter, answers, sends_files=sends_files
+    ).read
 
 
 def _rows(config: EngineConfig, compute: Compute, part: RankPart, store: HeldAdapters) -> RowAdapters:

@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 
 import msgspec
@@ -96,7 +96,7 @@ def _follow(
     given = msgspec.structs.replace(invited, path=settings.path, num_threads=settings.num_threads)
     members = settings.config.tensor_parallel_size
     group = TcpGroup(values, settings.rank, settings.config.num_ranks, members, given.stuck_seconds)
-    runner = _loaded(given, group, control)
+    runner = _loaded(given, group, control, lambda text: signals.answer(text))
     if receive_frame(control) != b"start":
         raise EOFError("unknown message")
     signals = RankSignals(group, {0: control}, {})
@@ -121,9 +121,11 @@ def _joining(settings: NodeRankSettings, nodes: NodesConfig, port: int) -> Joini
     )  # fmt: skip
 
 
-def _loaded(settings: RankSettings, group: TcpGroup, control: socket.socket) -> FollowerRunner:
+def _loaded(
+    settings: RankSettings, group: TcpGroup, control: socket.socket, answer: Callable[[str], None]
+) -> FollowerRunner:
     try:
-        runner = follower_of(settings, group, lambda line: None)  # adapters are refused
+        runner = follower_of(settings, group, answer)
     except Exception as error:
         report = RankReport(RankIdentity.own(), error=f"{type(error).__name__}: {error}")
         with suppress(OSError):

@@ -22,14 +22,20 @@ import msgspec
 
 from pagemill_engine.config import EngineConfig, NodesConfig
 from pagemill_engine.executing.base import Runner
-from pagemill_engine.executing.eager import EagerRunner
 from pagemill_engine.executing.ranks.identity import RankIdentity, RankReport, check_same
 from pagemill_engine.executing.ranks.processes import ends_of
 from pagemill_engine.executing.ranks.ranked import RankedRunner
 from pagemill_engine.sizing.compute import Compute
 from pagemill_engine.sizing.memory import MemoryState, measure_memory
 from pagemill_engine.sizing.rank_parts import check_division, part_of
-from pagemill_engine.starting.load_ranks import RankSettings, check_settings, load_part, overlapped
+from pagemill_engine.starting.load_ranks import (
+    RankSettings,
+    check_settings,
+    first_rank,
+    load_part,
+    overlapped,
+    read_together,
+)
 from pagemill_engine.starting.preparing import ModelFiles, PreparedModel, describe_cache, prepare, refusals, runner_info
 from pagemill_engine.starting.rendezvous import Joining, Key, Listener, Member, listen, token_of
 from pagemill_engine.starting.threads import threads_of_ranks, torch_threads
@@ -77,12 +83,6 @@ def load_nodes(files: ModelFiles, compute: Compute, stuck_seconds: float = STUCK
     assert nodes is not None
     token, threads = token_of(nodes), threads_of_ranks(config)
     check_settings(config, compute)
-    if config.enable_lora:
-        raise LoadError(
-            "SettingsUnsupported",
-            "Adapters are read from folders of node 0, which other nodes lack. Turn enable_lora off, or run all ranks "
-            "on one machine.",
-        )
     check_division(files.spec, config.num_ranks, config.pipeline_parallel_size)
     launch.set_num_threads(threads[0])
     prepare_thread = torch_threads(compute, threads[0])
@@ -106,7 +106,7 @@ def load_nodes(files: ModelFiles, compute: Compute, stuck_seconds: float = STUCK
         reports = _reports(members, names, RankIdentity.own(prepared.weights.digest()))
         weight_bytes = loaded.model.num_bytes + sum(reports[rank].num_bytes for rank in range(1, config.ranks_here))
         info = runner_info(prepared, files.spec, loaded.max_model_len, weight_bytes, "cpu").with_cache(loaded.blocks)
-        inner = EagerRunner(loaded.model, loaded.cache, info, config.step.max_num_seqs)
+        inner = first_rank(config, compute, files.spec, part, prepared.weights, loaded, info)
         signals = RankSignals(group, {rank: each.connection for rank, each in members.items()}, names)
         for each in members.values():
             send_frame(each.connection, b"start")
@@ -119,7 +119,9 @@ def load_nodes(files: ModelFiles, compute: Compute, stuck_seconds: float = STUCK
     signals.start()
     plans = TcpWriter({f"rank {rank} ({names[rank]})": connections["plans", rank] for rank in members})
     joined = JoinedRanks(signals, group, children)
-    return RankedRunner(inner, plans, group, joined, config.pipeline_parallel_size, prepare_thread)
+    runner = RankedRunner(inner, plans, group, joined, config.pipeline_parallel_size, prepare_thread)
+    read_together(runner, signals.answers, sends_files=True)
+    return runner
 
 
 def run_node(config: EngineConfig, path: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import select
 import socket
 import threading
@@ -36,6 +37,7 @@ class RankSignals:
         self._silent = dict.fromkeys(connections, 0)
         self._waits: dict[int, tuple[tuple[int, int], int]] = {}
         """For ranks that wait: the rank that keeps them and its progress, and how often both were found so."""
+        self._answers: dict[int, queue.SimpleQueue[str]] = {rank: queue.SimpleQueue() for rank in connections}
         self._finished: set[int] = set()
         """Ranks that have said that they end."""
         self._lock = threading.Lock()
@@ -51,6 +53,22 @@ class RankSignals:
 
     def tell(self, signal: Signal) -> None:
         self._send([signal.kind, *signal[1:]])
+
+    def answer(self, text: str) -> None:
+        """Give rank 0 an answer to what it sent with the plans."""
+        self._send(["answer", text])
+
+    def answers(self) -> list[str]:
+        """Wait for an answer of each other rank, and return these; what a lost one would say is that it has ended."""
+        return [self._answer_of(rank) for rank in self._connections]
+
+    def _answer_of(self, rank: int) -> str:
+        while True:
+            try:
+                return self._answers[rank].get(timeout=_MOST_SECONDS)
+            except queue.Empty:
+                if self._group.is_lost or rank not in self._silent or not self._thread.is_alive():
+                    return f"{self._name(rank)} has ended."
 
     def let_end(self) -> None:
         """Do not call ranks lost any more that end."""
@@ -123,6 +141,9 @@ class RankSignals:
     def _hear(self, rank: int, words: list[Any]) -> None:
         if words[0] == "ends":
             self._finished.add(rank)
+            return
+        if words[0] == "answer":
+            self._answers[rank].put(words[1])
             return
         if words[0] == "at":
             self._group.statuses[rank] = RankStatus(*words[1:5])

@@ -46,7 +46,7 @@ def find_problems(spec: LLMDeploymentSpec, backend: Backend) -> Iterator[Problem
     if backend == "local":
         checks += [_env_problems, _credentials_problems]
     else:
-        checks += [_source_problems, _draft_claim_problems, _loader_problems, _group_problems]
+        checks += [_source_problems, _draft_claim_problems, _loader_problems]
         checks += [template_problems]
     return each_on_its_own(partial(check, spec) for check in checks)
 
@@ -137,14 +137,6 @@ def _pipeline_parallel_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
     elif size > 1 and speculative is not None and speculative.method == "ngram":
         message = "stages verify no proposed tokens; set it to 1, or spec.engine.speculative.method to auto"
         yield Problem("spec.engine.pipelineParallel", size, message)
-
-
-def _group_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
-    """Yield the problems of a replica of several pods."""
-    pods = pods_per_replica(spec, "kubernetes")
-    if pods > 1 and (spec.model.adapters or spec.engine.lora is not None):
-        message = "adapters are read from folders of one pod, which the others lack; set it to 1, or remove adapters"
-        yield Problem("spec.engine.podsPerReplica", pods, message)
 
 
 def _process_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:

@@ -8,13 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 from in_ranks import LENGTHS, by_threads, outputs_natively, outputs_on_torch, whole_of
+from node_engine import NodeThread, kept_threads, load_first, node_config, of_node
 from peft_adapters import ATTENTION, CASES, PROMPTS, Base, write_adapter, write_base
 from ranked_engine import SETTINGS, Ranks
 
 from pagemill_engine.adapters.packing import pack_for_torch, pack_natively
-from pagemill_engine.adapters.ranks import pack_part
+from pagemill_engine.adapters.ranks import FollowedAdapters, pack_part
 from pagemill_engine.adapters.reading import AdapterValues, read_values
 from pagemill_engine.config import EngineConfig
+from pagemill_engine.executing.ranks.messages import ReadAdapter
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.sizing.sizing import weights_of
 from pagemill_kernels.adapters.native import NativeAdapters
@@ -153,6 +155,44 @@ def test_processes_give_the_tokens_of_one(
     assert store.loaded == [engine.digests[1], third]
     engine.digests[0] = engine.digests[1]
     assert engine.answers()[1] == expected[1]
+
+
+@pytest.mark.parametrize("num_stages", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_nodes_give_the_tokens_of_one_and_get_the_files(
+    num_stages: int, tmp_path: Path, runner_loader: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other node reads no folder of node 0, and keeps no file; one that has no room for files harms no other."""
+    base = write_base("llama", tmp_path / "base")
+    folders = [write_adapter(base, tmp_path / str(seed), seed, **WHOLE).folder for seed in (1, 2, 3)]
+    more: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_cpu_loras": 3}
+    single = runner_loader(base.folder, **SETTINGS | more)
+    expected = Adapted(single, folders[:2]).answers()
+    single.close()
+    received = tmp_path / "received"
+    received.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(received))
+    read, messages = FollowedAdapters.read, []
+
+    def noted(self: FollowedAdapters, message: Any) -> None:
+        messages.append(message)
+        read(self, message)
+
+    monkeypatch.setattr(FollowedAdapters, "read", noted)
+    config = node_config(base.folder, 2, num_stages, **more)
+    with kept_threads():
+        node = NodeThread(of_node(config, 1))
+        runner = load_first(config)
+        engine = Adapted(runner, folders[:2])
+        assert engine.answers() == expected
+        read_folders = [message.folder for message in messages if isinstance(message, ReadAdapter)]
+        assert read_folders == ["", ""]
+        assert list(received.iterdir()) == []
+        received.rmdir()
+        with pytest.raises(AdapterError, match="Not all ranks could read the adapter: its files cannot be kept"):
+            engine.adapters.load(folders[2])
+        assert engine.answers() == expected
+        runner.close()
+        assert node.join() is None
 
 
 def test_an_adapter_that_a_follower_cannot_read_is_refused(tmp_path: Path, ranks: Ranks) -> None:

@@ -228,11 +228,6 @@ def test_who_does_not_know_the_token_does_not_join(llama_folder: Path) -> None:
     listener.close()
 
 
-def test_adapters_are_refused_on_nodes(llama_folder: Path) -> None:
-    with pytest.raises(LoadError, match="Adapters are read from folders of node 0, which other nodes lack"):
-        load_first(node_config(llama_folder, 2, enable_lora=True))
-
-
 def test_settings_of_nodes_are_checked(llama_folder: Path, tmp_path: Path) -> None:
     nodes = NodesConfig(count=3, address="a", token="known")
     with pytest.raises(ValueError, match=r"4 processes .* cannot be divided equally among 3 nodes; change nnodes"):

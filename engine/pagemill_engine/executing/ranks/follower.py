@@ -16,7 +16,7 @@ import numpy as np
 from pagemill_engine.executing.eager import EagerRunner
 from pagemill_engine.executing.inputs import StepInputs
 from pagemill_engine.executing.prompt_logprobs import PromptRows
-from pagemill_engine.executing.ranks.messages import FollowedStep, Message, ReadAdapter, SampledStep, decode, plan_of
+from pagemill_engine.executing.ranks.messages import AdapterMessage, FollowedStep, Message, SampledStep, decode, plan_of
 from pagemill_engine.scheduler.step import StepPlan, StepResult, TokenLogprobs
 from pagemill_kernels.arrays import Array
 from pagemill_kernels.ranks.group import GroupAborted
@@ -41,16 +41,16 @@ class _Unfinished(NamedTuple):
 class FollowerRunner(EagerRunner):
     """An `EagerRunner` without a sampler."""
 
-    def __init__(self, *args: Any, read_adapter: Callable[[int, str, str, list[int]], None] | None = None) -> None:
+    def __init__(self, *args: Any, read_adapter: Callable[[AdapterMessage], None] | None = None) -> None:
         """`read_adapter`: reads one beside the steps, and answers rank 0; None: no adapters are served."""
         super().__init__(*args)
         self._read_adapter = read_adapter
         self._unfinished: deque[_Unfinished] = deque()
         self._has_head = self.model.spec.decoder.head is not None
 
-    def read_adapter(self, message: ReadAdapter) -> None:
+    def read_adapter(self, message: AdapterMessage) -> None:
         assert self._read_adapter is not None, "rank 0 serves adapters only where its followers do"
-        self._read_adapter(message.number, message.folder, message.digest, message.dropped)
+        self._read_adapter(message)
 
     def forget(self) -> None:
         """Leave steps that failed."""
@@ -145,7 +145,7 @@ def follow(runner: FollowerRunner, ring: MessageReader, group: FollowedGroup) ->
             return False
         if isinstance(message, FollowedStep):
             has_failed = has_failed or not _run(runner, message, group)
-        elif isinstance(message, ReadAdapter):
+        elif isinstance(message, AdapterMessage):
             runner.read_adapter(message)
         elif message.name == "recover":
             has_failed = False

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 from pagemill_engine.executing.base import Runner, RunnerInfo
 from pagemill_engine.executing.eager import ThreadedRunner
 from pagemill_engine.executing.errors import DeviceLostError
-from pagemill_engine.executing.ranks.messages import Command, ReadAdapter, SampledStep, encode_message, encode_step
+from pagemill_engine.executing.ranks.messages import AdapterMessage, Command, SampledStep, encode_message, encode_step
 from pagemill_engine.scheduler.step import StepPlan, StepResult
 from pagemill_kernels.ranks.group import GroupAborted
 from pagemill_kernels.ranks.ring import ReaderStoppedError, RingClosedError
@@ -141,9 +141,9 @@ class RankedRunner:
             self._followers.close()
             self._inner.close()
 
-    def read_adapter(self, number: int, folder: str, digest: str, dropped: list[int]) -> None:
+    def read_adapter(self, message: AdapterMessage) -> None:
         """Let followers read an adapter beside their steps. Any thread may call it."""
-        self._write(encode_message(ReadAdapter(number, folder, digest, dropped)), f"the adapter in {folder}")
+        self._write(encode_message(message), f"adapter {message.number}")
 
     def _raise_if_failed(self) -> None:
         """Let a step fail that is launched while others may still be computed, or behind one that a follower has left

@@ -51,6 +51,12 @@ def read_adapter(folder: Path, decoder: DecoderSpec, max_rank: int) -> AdapterFi
     return AdapterFiles(path, settings.base, parts, copies, headers)
 
 
+def files_of(folder: Path) -> list[Path]:
+    """Return what is read of a folder, or of a GGUF file. Raises `AdapterError`."""
+    path = _weights_file(folder)
+    return [path] if path.suffix == ".gguf" else [folder / ADAPTER_CONFIG, path]
+
+
 def another_base(files: AdapterFiles, model: str) -> str | None:
     """Return a warning if the adapter names another base than `model`, which may have been moved or renamed."""
     base = files.base

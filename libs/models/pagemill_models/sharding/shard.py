@@ -7,7 +7,7 @@ compute, in the order of ranks; biases of these are on rank 0.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from typing import NamedTuple
 
 import msgspec
@@ -106,15 +106,21 @@ def stage(decoder: DecoderSpec, first: int, last: int) -> DecoderSpec:
     )
 
 
-def layers_of_stages(decoder: DecoderSpec, num_stages: int, work_of: Callable[[str], float]) -> list[Range]:
-    """Return the layers of each stage, so that each has about as much work in a step.
+def layers_of_stages(decoder: DecoderSpec, num_stages: int) -> list[Range]:
+    """Return the layers of each stage, so that each multiplies about as many values in a step.
 
-    The last one has the head, too; embedding reads a few rows. `work_of`: of a tensor.
+    Not by bytes: a few rows of a step already take the time of their products, however few bits the weights have, and
+    stages have steps to compute at the same time only when several requests run. The last stage has the head, too;
+    embedding reads a few rows. All experts of a mixture count, since requests together use all of them.
     """
     bare = replace(decoder, embeds=False, norm=None, head=None, classifier=None)
-    sizes = [sum(map(work_of, replace(bare, layers=(layer,)).shapes())) for layer in decoder.layers]
-    sizes[-1] += sum(map(work_of, replace(decoder, embeds=False, layers=()).shapes()))
+    sizes = [_num_values(replace(bare, layers=(layer,))) for layer in decoder.layers]
+    sizes[-1] += _num_values(replace(decoder, embeds=False, layers=()))
     return dealt_by_size(sizes, num_stages)
+
+
+def _num_values(decoder: DecoderSpec) -> int:
+    return sum(map(math.prod, decoder.shapes().values()))
 
 
 def _check_divisible(decoder: DecoderSpec) -> None:
