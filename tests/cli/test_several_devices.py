@@ -14,6 +14,7 @@ import httpx2 as httpx
 import psutil
 import pytest
 import yaml
+from hung_processes import hang
 from waiting import START_LIMIT_S, WAIT_LIMIT_S, wait_until
 
 from pagemill_crds.models import LLMDeployment
@@ -114,12 +115,15 @@ def answer_of(url: str, disturb: Callable[[], None] | None = None) -> str:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize(
+    ("parallel", "how"), [("tensorParallel", "kill"), ("pipelineParallel", "kill"), ("pipelineParallel", "stop")]
+)
 def test_a_stream_goes_on_at_the_other_replica_when_a_rank_is_lost(
-    write: Write, tmp_path: Path, environment: dict[str, str]
+    parallel: str, how: str, write: Write, tmp_path: Path, environment: dict[str, str]
 ) -> None:
-    (document,) = map(yaml.safe_load, snippets("yaml"))
+    document = yaml.safe_load(snippets("yaml")[0])
     document["spec"] |= {"replicas": 2}
-    document["spec"]["engine"] |= {"maxModelLen": 1024, "dtype": "float32"}
+    document["spec"]["engine"] = {"maxModelLen": 1024, "dtype": "float32", parallel: 2}
     words = ["up", "-f", str(write("f.yaml", document)), "--port", "0", "--keep"]
     with Running(words, tmp_path, environment) as up:
         wait_until(lambda: said(up, "from start to first token"), limit_s=START_LIMIT_S)
@@ -133,7 +137,10 @@ def test_a_stream_goes_on_at_the_other_replica_when_a_rank_is_lost(
 
         def disturb() -> None:
             lost.append(busiest(ranks))
-            lost[0].send_signal(signal.SIGKILL)
+            if how == "kill":
+                lost[0].send_signal(signal.SIGKILL)
+            else:
+                hang(lost[0].pid)
 
         assert answer_of(url.group(1), disturb) == expected
         assert lost

@@ -16,10 +16,10 @@ from weakref import finalize
 
 import numpy as np
 
+from pagemill_engine.adapters.messages import AdapterMessage, AdapterPiece, ReadAdapter
 from pagemill_engine.adapters.packing import Pack, Packed
 from pagemill_engine.adapters.reading import AdapterValues, PartOfAdapter, Pause
 from pagemill_engine.adapters.store import AdapterStore, LoadedAdapter
-from pagemill_engine.executing.ranks.messages import AdapterMessage, AdapterPiece, ReadAdapter
 from pagemill_kernels.arrays import Array
 from pagemill_models.adapters.errors import unreadable
 from pagemill_models.adapters.folder import files_of

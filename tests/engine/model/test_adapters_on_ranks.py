@@ -12,11 +12,11 @@ from node_engine import NodeThread, kept_threads, load_first, node_config, of_no
 from peft_adapters import ATTENTION, CASES, PROMPTS, Base, write_adapter, write_base
 from ranked_engine import SETTINGS, Ranks
 
+from pagemill_engine.adapters.messages import ReadAdapter
 from pagemill_engine.adapters.packing import pack_for_torch, pack_natively
 from pagemill_engine.adapters.ranks import FollowedAdapters, pack_part
 from pagemill_engine.adapters.reading import AdapterValues, read_values
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.executing.ranks.messages import ReadAdapter
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.sizing.sizing import weights_of
 from pagemill_kernels.adapters.native import NativeAdapters

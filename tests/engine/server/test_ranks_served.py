@@ -138,12 +138,16 @@ def test_a_rank_that_is_stuck_ends_answers_and_the_server_with_its_name(start_se
     check_end(server, message, "rank 1 has not reached hidden states from rank 1 to 0 of step ", before, ranks)
 
 
-def test_ranks_end_with_the_server(start_server: StartServer) -> None:
+@pytest.mark.parametrize("killed", ["the server", pytest.param("all processes", marks=pytest.mark.full)])
+def test_nothing_is_left_when_processes_are_killed(killed: str, start_server: StartServer) -> None:
     before = shared_memory()
     light = {"null_runner": False, "model": light_model(), "num_kv_blocks": 64, "max_model_len": 512}
     server = start_server(engine={**light, "num_threads": 2, "tensor_parallel_size": 2})
     server.wait_for("ready")
-    ranks = ranks_of(server)
+    ranks, everything = ranks_of(server), psutil.Process(server.process.pid).children(recursive=True)
+    assert shared_memory() <= before, "what ranks share has no name"
+    for each in everything if killed == "all processes" else []:
+        each.kill()
     os.kill(server.process.pid, signal.SIGKILL)
-    wait_until(lambda: all(map(is_gone, ranks)), limit_s=3 * busy_factor())
+    wait_until(lambda: all(map(is_gone, {*ranks, *everything})), limit_s=3 * busy_factor())
     assert shared_memory() <= before

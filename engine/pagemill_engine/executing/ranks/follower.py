@@ -13,10 +13,11 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from pagemill_engine.adapters.messages import AdapterMessage
 from pagemill_engine.executing.eager import EagerRunner
 from pagemill_engine.executing.inputs import StepInputs
 from pagemill_engine.executing.prompt_logprobs import PromptRows
-from pagemill_engine.executing.ranks.messages import AdapterMessage, FollowedStep, Message, SampledStep, decode, plan_of
+from pagemill_engine.executing.ranks.messages import FollowedStep, Message, SampledStep, decode, plan_of
 from pagemill_engine.scheduler.step import StepPlan, StepResult, TokenLogprobs
 from pagemill_kernels.arrays import Array
 from pagemill_kernels.ranks.group import GroupAborted

@@ -7,6 +7,7 @@ from typing import Literal
 
 import msgspec
 
+from pagemill_engine.adapters.messages import AdapterMessage
 from pagemill_engine.scheduler.step import StepPlan, StepResult, decode_plan, encode_plan
 
 FORMAT = 3
@@ -34,28 +35,10 @@ class FollowedStep(msgspec.Struct, tag="step", array_like=True):
     before: Sequence[SampledStep] = ()
 
 
-class AdapterPiece(msgspec.Struct, tag="piece", array_like=True):
-    """What comes next of a file of an adapter, for ranks that cannot read rank 0's folders."""
-
-    number: int
-    file: str
-    data: bytes
-
-
-class ReadAdapter(msgspec.Struct, tag="adapter", array_like=True):
-    number: int
-    folder: str
-    """Empty: its files came before, as pieces."""
-    digest: str
-    dropped: list[int]
-    """The numbers of adapters that rank 0 has no longer."""
-
-
 class Command(msgspec.Struct, tag="command", array_like=True):
     name: Literal["sleep", "wake", "recover", "close"]
 
 
-AdapterMessage = AdapterPiece | ReadAdapter
 Message = FollowedStep | AdapterMessage | Command
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(Message)

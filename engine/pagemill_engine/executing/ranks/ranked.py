@@ -15,10 +15,11 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
+from pagemill_engine.adapters.messages import AdapterMessage
 from pagemill_engine.executing.base import Runner, RunnerInfo
 from pagemill_engine.executing.eager import ThreadedRunner
 from pagemill_engine.executing.errors import DeviceLostError
-from pagemill_engine.executing.ranks.messages import AdapterMessage, Command, SampledStep, encode_message, encode_step
+from pagemill_engine.executing.ranks.messages import Command, SampledStep, encode_message, encode_step
 from pagemill_engine.scheduler.step import StepPlan, StepResult
 from pagemill_kernels.ranks.group import GroupAborted
 from pagemill_kernels.ranks.ring import ReaderStoppedError, RingClosedError
