@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from family_models import MODELS, ODD_SHAPES, VARIANTS, VOCAB_SIZE, write_model
+from family_models import GEMMA2, MODELS, ODD_SHAPES, VARIANTS, VOCAB_SIZE, write_model
 from greedy_families import LENGTHS, NUM_TOKENS, Family, family_of, tokens_of
 
 from pagemill_engine.decoders.native.decoder import NativeDecoder
@@ -123,6 +123,16 @@ def test_lowered_and_capped_scores_need_no_torch(name: str, tmp_path: Path, runn
     runner = runner_loader(tmp_path, kv_cache_dtype="int8", deterministic=True, dtype="float32")
     assert "torch" not in runner.info.compute
     assert isinstance(runner.model, NativeDecoder)
+
+
+def test_a_low_cap_of_scores_gives_the_answers_of_transformers(
+    tmp_path: Path, runner_loader: Loader, make_driver: Drivers
+) -> None:
+    """A tied head repeats the last token, whatever attention says."""
+    shape = {**GEMMA2, "attn_logit_softcapping": 0.3, "tie_word_embeddings": False}
+    capped = make_family("Gemma2ForCausalLM", shape, tmp_path)
+    results = make_driver(runner_loader(tmp_path, dtype="float32")).greedy(capped.prompts, NUM_TOKENS)
+    assert tokens_of(results) == capped.expected
 
 
 @pytest.mark.parametrize("name", ODD_SHAPES)
