@@ -241,6 +241,7 @@ release-dry-run: ## Run every step of a release that publishes nothing; what is 
 	rm -rf dist
 	$(PYTHON) release/versions.py
 	$(MAKE) dist sbom chart-package actionlint
+	$(PYTHON) release/krew.py --repository owner/name
 	$(RELEASE_ENV)/bin/python release/wheels.py --inspect
 	cd dist && sha256sum * | tee SHA256SUMS
 

@@ -30,6 +30,7 @@ COMMANDS: Mapping[str, str] = {
     "top": "Show the load of every engine, live.",
     "doctor": "Check that this machine or a cluster has what serving needs.",
     "explain": "Describe the fields of LLMDeployment.",
+    "convert": "Write an LLMDeployment from vLLM's command line, KServe's or KubeAI's resource.",
     "bench": "Measure the latency and throughput of a running server.",
     "version": "Print the versions of pagemill and Python.",
 }

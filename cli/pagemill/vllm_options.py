@@ -34,10 +34,15 @@ _LONG = {
 """Short options of vLLM."""
 
 
-def rewritten(words: list[str], note: Callable[[str], None]) -> list[str]:
+def _refuse(line: str) -> None:
+    raise typer.BadParameter(line)
+
+
+def rewritten(words: list[str], note: Callable[[str], None], refuse: Callable[[str], None] = _refuse) -> list[str]:
     """Return the arguments with Pagemill's options in place of vLLM's.
 
-    `note` is called with a line for each option without effect. Raises `typer.BadParameter` for an unsupported one.
+    `note` is called with a line for each option without effect, `refuse` with one for each that is not supported, which
+    raises `typer.BadParameter` unless the caller says otherwise.
     """
     left = list(words)
     result: list[str] = []
@@ -53,7 +58,7 @@ def rewritten(words: list[str], note: Callable[[str], None]) -> list[str]:
         if name == "api_key":
             result += ["--api-keys-file", _keys_file(_values(left), note)]
         elif name in ARGUMENTS:
-            result += _options(ARGUMENTS[name], option, denied, left, note)
+            result += _options(ARGUMENTS[name], option, denied, left, note, refuse)
         elif has_value:
             result.append(f"{option}={left.pop(0)}")
         else:
@@ -68,7 +73,14 @@ def _name_of(option: str) -> tuple[str, bool]:
     return (name.removeprefix("no_"), True) if denied else (name, False)
 
 
-def _options(argument: Argument, option: str, denied: bool, left: list[str], note: Callable[[str], None]) -> list[str]:
+def _options(
+    argument: Argument,
+    option: str,
+    denied: bool,
+    left: list[str],
+    note: Callable[[str], None],
+    refuse: Callable[[str], None],
+) -> list[str]:
     if argument.sets == "served_names":
         return [word for value in _values(left) for word in ("--served-name", value)]
     if argument.sets == "lora_modules":
@@ -89,8 +101,9 @@ def _options(argument: Argument, option: str, denied: bool, left: list[str], not
         value = " ".join(_values(left))
         shown = f"{option} {value}".rstrip()
     if argument.only == "LLM" or not _takes(argument, value):
-        raise typer.BadParameter(f"{shown} is not supported. {argument.meaning}")
-    note(f"{shown} has no effect. {argument.meaning}")
+        refuse(f"{shown} is not supported. {argument.meaning}")
+    else:
+        note(f"{shown} has no effect. {argument.meaning}")
     return []
 
 

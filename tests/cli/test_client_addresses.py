@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from typer.testing import CliRunner
 
-from pagemill.commands import bench
-from pagemill.commands.bench import BenchLoad, BenchOutcome, BenchSample
 from pagemill.main import app
 
 
@@ -25,14 +21,3 @@ def test_an_address_without_a_scheme_is_refused_with_the_remedy(command: list[st
     done = CliRunner().invoke(app, [*command, "--url", url])
     assert done.exit_code == 1
     assert f"`{url}` does not begin with http:// or https://. Write {remedy}" in done.stderr
-
-
-@pytest.mark.parametrize("option", ["-o", "--format"])
-def test_with_json_nothing_else_is_printed(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def run(url: str, api_key: str | None, load: BenchLoad) -> BenchOutcome:
-        return BenchOutcome([BenchSample(0.1, 0.2, [0.1], 3, 2)], [], 1, 0.2)
-
-    monkeypatch.setattr(bench, "_run", run)
-    done = CliRunner().invoke(app, ["bench", option, "json"])
-    assert done.exit_code == 0
-    assert json.loads(done.stdout)["requests"] == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +14,12 @@ import pytest
 from scaling_world import STEP_TIME, Scaled
 from typer.testing import CliRunner
 
-from pagemill.commands import bench, chat, doctor, why
+from pagemill import client
+from pagemill.bench import sending
+from pagemill.bench.samples import BenchRun, BenchSample
+from pagemill.bench.sending import Target
+from pagemill.bench.texts import TextLengths
+from pagemill.commands import chat, doctor, why
 from pagemill.commands.gateway import GatewayCommand
 from pagemill.commands.serve import ServeCommand
 from pagemill.commands.up import UpCommand
@@ -141,16 +147,34 @@ CASES: dict[str, dict[str, Case]] = {
     "bench": {
         "url": ("", "--url http://127.0.0.1:1"),
         "model": ("", "--model m"),
+        "dataset": ("", "--dataset asked.jsonl"),
+        "workload": ("", "--workload steady:duration_s=3"),
         "requests": ("", "--requests 3"),
+        "prompt_tokens": ("", "--prompt-tokens 3"),
+        "output_tokens": ("", "--output-tokens 3"),
+        "sigma": ("", "--sigma 0.5"),
+        "turns": ("", "--turns 3"),
+        "prefix_groups": ("", "--prefix-groups 3"),
+        "prefix_tokens": ("--prefix-groups 3", "--prefix-groups 3 --prefix-tokens 9"),
         "concurrency": ("", "--concurrency 3"),
         "rate": ("", "--rate 3"),
+        "burstiness": ("--rate 3", "--rate 3 --burstiness 0.5"),
+        "speedup": ("--dataset plain.csv", "--dataset plain.csv --speedup 2"),
+        "sweep": ("", "--sweep clients"),
+        "slo": ("", "--slo ttft=10ms"),
         "max_seconds": ("", "--max-seconds 3"),
-        "prompt_words": ("", "--prompt-words 3"),
-        "output_tokens": ("", "--output-tokens 3"),
+        "temperature": ("", "--temperature 0.5"),
+        "ignore_eos": ("", "--no-ignore-eos"),
+        "save": ("", "--save no-such-folder/result"),
+        "plot": ("", "--plot no-such-folder/plot"),
+        "compare": ("", "--compare asked.jsonl asked.jsonl"),
         "seed": ("", "--seed 3"),
         "api_key": ("", "--api-key k"),
         "format": ("", "-o json"),
         "allow_remote": ("--url http://192.0.2.1", "--allow-remote"),
+    },
+    "convert": {
+        "what": ("'vllm serve a/b'", "'vllm serve a/c'"),
     },
     "why": {
         "name": ("a", "", "b"),
@@ -253,6 +277,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "plain.csv": PLAIN,
         "other.csv": PLAIN.replace("100", "90"),
         "broken.csv": TRACE,
+        "asked.jsonl": '{"prompt": "hi"}\n',
         "keys": hashlib.sha256(b"k").hexdigest() + "\n",
         "tokens": "token\n",
         "template.jinja": "{{ messages }}",
@@ -275,9 +300,15 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
         return stub
 
-    async def run(url: str, key: str | None, load: bench.BenchLoad) -> bench.BenchOutcome:
-        calls.append((url, key, load))
-        return bench.BenchOutcome([bench.BenchSample(0.1, 1.0, [0.1], 3, 4)], num_started=1, wall_s=1.0)
+    async def played(target: Target, workload: Any, load: Any, seed: int, max_seconds: float, show: Any) -> BenchRun:
+        calls.append((target._replace(exchanges=target.exchanges._head), workload, load, seed, max_seconds))
+        return BenchRun([BenchSample(0.0, 0.1, 1.0, [0.1], 3, 4)], num_started=1, wall_s=1.0)
+
+    async def sizes(target: Target) -> TextLengths:
+        return TextLengths()
+
+    async def model(client: Any, wanted: str | None) -> tuple[str, list[str]]:
+        return wanted or "first", []
 
     def simulated(traffic: Any, settings: Any, policies: Any, folder: Path | None, *, fast: bool) -> list[Any]:
         calls.append((traffic, settings, [policy.name for policy in policies], folder, fast))
@@ -308,7 +339,9 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return FoundRecords(records, "here")
 
     run_simulation = running.run
-    monkeypatch.setattr(bench, "_run", run)
+    monkeypatch.setattr(sending, "run", played)
+    monkeypatch.setattr(sending, "text_lengths", sizes)
+    monkeypatch.setattr(client, "first_model", model)
     monkeypatch.setattr(chat, "ChatSession", Session)
     monkeypatch.setattr(why, "_find", find)
     monkeypatch.setattr(display, "read_interval", recording(("here", [], [])))
@@ -342,11 +375,11 @@ def outcome(command: str, arguments: str, seen: list[Any]) -> Any:
     seen.clear()
     if command in SETTINGS:
         try:
-            options = load(command).make_context(command, arguments.split()).params
+            options = load(command).make_context(command, shlex.split(arguments)).params
             return SETTINGS[command](options)
         except (StartupError, SettingsError) as error:
             return Refused(str(error))
-    done = CliRunner().invoke(app, [command, *arguments.split()], env={"COLUMNS": "200"})
+    done = CliRunner().invoke(app, [command, *shlex.split(arguments)], env={"COLUMNS": "200"})
     assert not done.exception or isinstance(done.exception, SystemExit), done.exception
     if done.exit_code == 2 and not seen:
         return Refused(done.stderr)
@@ -397,7 +430,7 @@ def test_secrets_are_refused_as_arguments() -> None:
         ("plan", f"{_PLAN} --rps 9 --tokens-per-decode 3/2", "--tokens-per-decode 3/2: give the tokens that"),
         ("plan", f"{_PLAN} --rps 9 --tokens-per-decode 3", "--tokens-per-decode 3: give the tokens that are sampled"),
         ("simulate", f"{_TRACED} --trace plain.csv --speedup 0", "speedup: 0 will not do"),
-        ("bench", "--rate 3 --concurrency 3", "--concurrency 3: does not go with --rate 3; remove one of them"),
+        ("bench", "--rate 3 --concurrency 3", "--concurrency 3: does not go with --rate 3.0; remove one"),
     ],
 )
 def test_an_option_without_effect_beside_others_is_refused(

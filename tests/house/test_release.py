@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
+import io
 import re
 import shutil
 import sys
+import tarfile
 import tomllib
 from pathlib import Path
 from types import ModuleType
@@ -18,8 +21,8 @@ ROOT = Path(__file__).resolve().parents[2]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 
 
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("release_versions", ROOT / "release" / "versions.py")
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "release" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -28,7 +31,8 @@ def load() -> ModuleType:
     return module
 
 
-VERSIONS: Any = load()
+VERSIONS: Any = load("versions")
+KREW: Any = load("krew")
 
 
 @pytest.fixture
@@ -89,3 +93,18 @@ def test_actions_are_pinned_by_commit_and_have_explicit_permissions(path: Path) 
     workflow = yaml.safe_load(text)
     assert workflow["permissions"] == {"contents": "read"}
     assert all("timeout-minutes" in job for job in workflow["jobs"].values())
+
+
+def test_the_manifest_of_krew_installs_the_plugin_from_the_release() -> None:
+    content = KREW.archive()
+    assert content == KREW.archive()
+    with tarfile.open(fileobj=io.BytesIO(content)) as tar:
+        plugin = tar.getmember("kubectl-pagemill")
+        assert plugin.mode & 0o111
+        extracted = tar.extractfile(plugin)
+        assert extracted is not None
+        assert extracted.read() == (ROOT / "cli" / "kubectl-pagemill").read_bytes()
+    (platform,) = yaml.safe_load(KREW.manifest("1.2.3", "owner/name", content))["spec"]["platforms"]
+    assert platform["sha256"] == hashlib.sha256(content).hexdigest()
+    assert platform["uri"] == f"https://github.com/owner/name/releases/download/v1.2.3/{KREW.ARCHIVE}"
+    assert platform["bin"] == "kubectl-pagemill"

@@ -1,136 +1,320 @@
 """`pagemill bench`: sends a limited number of requests to a running server and measures what its clients see.
 
-It reports time to first token (TTFT), time per output token (TPOT), inter-token latency (ITL) and throughput. The load
-is a closed loop (a fixed number of clients) or, with `--rate`, an open loop with Poisson arrivals, where requests queue
-as they would in production. Offline throughput and comparisons with other engines are in the repository's `bench/`.
+This module parses the options; `pagemill.bench` does the rest. Offline throughput and comparisons with other engines
+are in the repository's `bench/`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ipaddress
-import itertools
 import json
-import random
 import sys
-import time
-from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
 from urllib.parse import urlsplit
 
 import typer
 
-from pagemill.client import ChatClient, ClientError, check_url, first_model
+from pagemill.command import CommandWithOptions
 from pagemill.commands.chat import DEFAULT_URL
 
-COMMON_WORDS = (
-    "time year people way day man thing woman life child world school state family student group country problem "
-    "hand part place case week company system program question work government number night point home water"
-)
-PERCENTILES = (50, 90, 99)
+if TYPE_CHECKING:
+    from pagemill.bench.conversations import Workload
+    from pagemill.bench.results import Result
+    from pagemill.bench.samples import BenchRun, Slo
+    from pagemill.bench.sending import Load, Target
+    from pagemill.bench.sweeping import Point
+    from pagemill.bench.texts import TextLengths
+
 DEFAULT_CONCURRENCY = 8
+DEFAULT_REQUESTS = 64
+CYCLES = 4
+"""In a sweep each client sends at least so many requests."""
 
 
-@dataclass
-class BenchSample:
-    """One finished request; times in seconds."""
+@dataclass(frozen=True)
+class BenchCommand(CommandWithOptions):
+    """Measure the latency and throughput of a running server.
 
-    ttft_s: float
-    e2e_s: float
-    gaps_s: list[float]
-    prompt_tokens: int
-    completion_tokens: int
+    Without --dataset or --workload, the prompts are random words of the given lengths. The last line of output is JSON.
+    """
 
-    @property
-    def tpot_s(self) -> float | None:
-        """The mean time per output token after the first; `None` for an answer of one token."""
-        if self.completion_tokens < 2:
-            return None
-        return (self.e2e_s - self.ttft_s) / (self.completion_tokens - 1)
-
-
-@dataclass
-class BenchLoad:
-    """The load to send; `model` is set before the first request."""
-
-    model: str
-    num_requests: int
-    concurrency: int
-    rate_per_s: float | None
-    max_seconds: float
-    prompt_words: int
-    output_tokens: int
-    seed: int
-
-
-@dataclass
-class BenchOutcome:
-    samples: list[BenchSample] = field(default_factory=list)
-    errors: list[str] = field(default_factory=list)
-    num_started: int = 0
-    wall_s: float = 0.0
-
-
-def bench(
-    url: Annotated[str, typer.Option(help="URL of the gateway or engine to measure.")] = DEFAULT_URL,
-    model: Annotated[str | None, typer.Option(help="Model to request (default: the first one served).")] = None,
-    requests: Annotated[int, typer.Option(min=1, max=100_000, help="Number of requests to send.")] = 64,
+    url: Annotated[str, typer.Option(help="URL of the gateway or engine to measure.")] = DEFAULT_URL
+    model: Annotated[str | None, typer.Option(help="Model to request (default: the first one served).")] = None
+    dataset: Annotated[
+        Path | None,
+        typer.Option(
+            help="File with requests: conversations as in ShareGPT, JSON lines with `messages` or `prompt`, a trace of "
+            "Mooncake, Azure or BurstGPT, or the JSON lines of a gateway's log."
+        ),
+    ] = None
+    workload: Annotated[
+        str | None,
+        typer.Option(help="Generator of traffic, as for `pagemill simulate`, such as agentic or burst:rate=2."),
+    ] = None
+    requests: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=1_000_000,
+            help="Number of requests to send (default: 64, or with --dataset or --workload all). A sweep sends so many "
+            "for each load.",
+        ),
+    ] = None
+    prompt_tokens: Annotated[
+        int, typer.Option(min=1, max=1_000_000, help="Tokens of each prompt's text, about; all prompts are different.")
+    ] = 64
+    output_tokens: Annotated[
+        int, typer.Option(min=1, max=1_000_000, help="Tokens to generate, where a file does not say how many.")
+    ] = 64
+    sigma: Annotated[
+        float,
+        typer.Option(min=0, max=5, help="Standard deviation of the logarithm of both lengths; 0: all are equal."),
+    ] = 0.0
+    turns: Annotated[
+        int, typer.Option(min=1, max=1000, help="Requests of a conversation, each with everything said before.")
+    ] = 1
+    prefix_groups: Annotated[
+        int, typer.Option(min=0, max=100_000, help="Number of system prompts that the conversations share.")
+    ] = 0
+    prefix_tokens: Annotated[int, typer.Option(min=1, max=1_000_000, help="Tokens of a shared system prompt.")] = 512
     concurrency: Annotated[
         int | None,
         typer.Option(min=1, max=4096, help="Number of clients that send requests one after the other (default: 8)."),
-    ] = None,
+    ] = None
     rate: Annotated[
         float | None,
         typer.Option(
-            min=0.001,
-            help="Mean number of requests per second, with Poisson arrivals (open loop), instead of --concurrency.",
+            min=0.001, help="Mean number of conversations that begin per second, whether or not others have ended."
         ),
-    ] = None,
+    ] = None
+    burstiness: Annotated[
+        float,
+        typer.Option(min=0.01, max=100, help="Shape of the gaps at --rate: 1 is a Poisson process, less has bursts."),
+    ] = 1.0
+    speedup: Annotated[
+        float, typer.Option(min=0.001, help="Divide the recorded times of a trace by this: 2 doubles its rate.")
+    ] = 1.0
+    sweep: Annotated[
+        Literal["clients", "rates"] | None,
+        typer.Option(
+            help="Measure several loads: 1, 2, 4 ... clients until throughput stops growing, or also rates around it."
+        ),
+    ] = None
+    slo: Annotated[
+        str | None,
+        typer.Option(
+            "--slo", help="Limits that a good request keeps, such as ttft=500ms,tpot=50ms,e2e=10s; adds the goodput."
+        ),
+    ] = None
     max_seconds: Annotated[
-        float, typer.Option(min=1, max=3600, help="Stop after this many seconds, even if requests are unfinished.")
-    ] = 60,
-    prompt_words: Annotated[
-        int, typer.Option(min=1, max=100_000, help="Words in each prompt; all prompts are different.")
-    ] = 64,
-    output_tokens: Annotated[int, typer.Option(min=1, max=100_000, help="Tokens to generate per request.")] = 64,
-    seed: Annotated[int, typer.Option(help="Seed for the prompts and the arrival times.")] = 0,
+        float,
+        typer.Option(min=1, max=86_400, help="Stop a load after this many seconds, even if requests are unfinished."),
+    ] = 60
+    temperature: Annotated[float, typer.Option(min=0, max=2, help="Sampling temperature.")] = 0.0
+    ignore_eos: Annotated[
+        bool,
+        typer.Option(
+            help="Generate all tokens even where the model would end; servers without `ignore_eos` refuse it."
+        ),
+    ] = True
+    seed: Annotated[int, typer.Option(help="Seed for the prompts and the arrival times.")] = 0
+    save: Annotated[Path | None, typer.Option(help="Write the result with every request to this file.")] = None
+    plot: Annotated[Path | None, typer.Option(help="Write the plots to this SVG file.")] = None
+    compare: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(
+            metavar="BEFORE AFTER", help="Measure nothing: compare two files of --save, with confidence intervals."
+        ),
+    ] = None
     api_key: Annotated[
         str | None, typer.Option(envvar="PAGEMILL_API_KEY", help="API key for the gateway (a bearer token).")
-    ] = None,
+    ] = None
     format: Annotated[
         Literal["table", "json"],
-        typer.Option("--format", "-o", help="Output format: a table followed by a line of JSON, or the JSON alone."),
-    ] = "table",
+        typer.Option("--format", "-o", help="Output format: tables and plots followed by JSON, or the JSON alone."),
+    ] = "table"
     allow_remote: Annotated[
         bool,
         typer.Option("--allow-remote", help="Allow a --url on another machine. Measure only servers of your own."),
-    ] = False,
-) -> None:
-    """Measure a running server; the last line of output is JSON."""
-    try:
-        _check_target(url, allow_remote)
-        clients = _clients(concurrency, rate)
-        load = BenchLoad(model or "", requests, clients, rate, max_seconds, prompt_words, output_tokens, seed)
-        outcome = asyncio.run(_run(url, api_key, load))
-        report = _report(load, outcome)
-    except ClientError as error:
-        typer.echo(f"pagemill bench: {error}", err=True)
-        raise typer.Exit(1) from error
-    if format == "table":
-        typer.echo(_table(report))
-    typer.echo(json.dumps(report))
-    if outcome.errors:
-        typer.echo(f"{len(outcome.errors)} requests failed; the first: {outcome.errors[0]}", err=True)
-        raise typer.Exit(1)
+    ] = False
+
+    def run(self) -> None:
+        from pagemill.bench.conversations import BenchError
+        from pagemill.client import ClientError
+
+        try:
+            if self.compare is not None:
+                self._compare(*self.compare)
+                return
+            self._check()
+            result, errors = asyncio.run(self._measured())
+            self._write(result)
+        except (BenchError, ClientError) as error:
+            typer.echo(f"pagemill bench: {error}", err=True)
+            raise typer.Exit(1) from error
+        if errors:
+            typer.echo(f"{len(errors)} requests failed; the first: {errors[0]}", err=True)
+            raise typer.Exit(1)
+
+    def _check(self) -> None:
+        """Raises `ClientError` or `BenchError` for options that contradict each other or may not be."""
+        from pagemill.bench.conversations import BenchError
+
+        _check_target(self.url, self.allow_remote)
+        options: dict[str, object] = {
+            "--concurrency": self.concurrency,
+            "--rate": self.rate,
+            "--sweep": self.sweep,
+            "--dataset": self.dataset,
+            "--workload": self.workload,
+        }
+        given = {name: value for name, value in options.items() if value is not None}
+        for group in (("--concurrency", "--rate", "--sweep"), ("--dataset", "--workload")):
+            first, *others = [name for name in given if name in group] or [""]
+            if others:
+                raise BenchError(
+                    f"{first} {given[first]}: does not go with {others[0]} {given[others[0]]}; remove one."
+                )
+
+    async def _measured(self) -> tuple[Result, list[str]]:
+        from pagemill.bench.conversations import BenchError
+        from pagemill.bench.exchange import Exchanges
+        from pagemill.bench.results import Measured, Result
+        from pagemill.bench.sending import Target, text_lengths
+        from pagemill.client import ChatClient, first_model
+
+        slo = _slo(self.slo)
+        async with ChatClient(self.url, api_key=self.api_key) as client:
+            model, _ = await first_model(client, self.model)
+        exchanges = Exchanges(self.url, self.api_key)
+        target = Target(exchanges, model, self.output_tokens, self.ignore_eos, self.temperature)
+        try:
+            played = self._workloads(await text_lengths(target))
+            points = await self._points(target, played)
+        except OSError as error:
+            raise BenchError(str(error)) from None
+        finally:
+            exchanges.close()
+        measured = [
+            Measured(point.load.name, point.load.concurrency, point.load.rate_per_s, point.run) for point in points
+        ]
+        errors = [error for point in points for error in point.run.errors]
+        if not any(point.run.samples for point in points):
+            first = errors[0] if errors else f"none finished within {self.max_seconds:g} s (--max-seconds)."
+            raise BenchError(f"No request succeeded: {first}")
+        if self.sweep is not None and self.format == "table":
+            from pagemill.bench.printing import sweep_summary
+            from pagemill.bench.sweeping import highest_good, saturation
+
+            typer.echo(sweep_summary(saturation(points), highest_good(points, slo), slo))
+        return Result(model, played(0, 1).source, slo, measured), errors
+
+    def _workloads(self, sizes: TextLengths) -> Callable[[int, int], Workload]:
+        """Return a function from a load's number, and its number of clients, to what is sent at it.
+
+        Generated texts are different for each load; a file's conversations begin where the load before ended.
+        """
+        from pagemill.bench.conversations import first_requests, rotated
+        from pagemill.bench.datasets import read_dataset
+        from pagemill.bench.generated import Lengths, drawn, of_generator
+
+        def count(clients: int) -> int:
+            return max(self.requests or DEFAULT_REQUESTS, CYCLES * clients if self.sweep else 0)
+
+        if self.dataset is not None or self.workload is not None:
+            if self.dataset is not None:
+                whole = read_dataset(self.dataset, self.seed, sizes, speedup=self.speedup)
+            else:
+                whole = of_generator(self.workload or "", self.seed, sizes)
+            if self.requests is None and self.sweep is None:
+                return lambda number, clients: whole
+            return lambda number, clients: first_requests(rotated(whole, number * count(clients)), count(clients))
+        lengths = Lengths(
+            self.prompt_tokens, self.output_tokens, self.sigma, self.turns, self.prefix_groups, self.prefix_tokens
+        )
+        return lambda number, clients: drawn(lengths, count(clients), self.seed + number, sizes)
+
+    async def _points(self, target: Target, played: Callable[[int, int], Workload]) -> list[Point]:
+        from pagemill.bench.printing import ProgressLine
+        from pagemill.bench.sending import Load, run
+        from pagemill.bench.sweeping import Point, sweep_clients, sweep_rates
+
+        async def measure(load: Load, number: int) -> BenchRun:
+            workload = played(number, load.concurrency or 1)
+            show = ProgressLine(load.name, workload.num_requests)
+            done = await run(target, workload, load, self.seed, self.max_seconds, show)
+            if len(done.samples) + len(done.errors) < workload.num_requests and not done.errors:
+                sys.stderr.write(f"{load.name}: stopped after {self.max_seconds:g} s (--max-seconds)\n")
+            return done
+
+        if self.sweep == "clients":
+            return await sweep_clients(measure)
+        if self.sweep == "rates":
+            return await sweep_rates(measure, self.burstiness)
+        recorded = self.concurrency is None and self.rate is None and played(0, 1).has_times
+        clients = None if recorded or self.rate is not None else self.concurrency or DEFAULT_CONCURRENCY
+        load = Load(clients, self.rate, self.burstiness)
+        return [Point(load, await measure(load, 0))]
+
+    def _write(self, result: Result) -> None:
+        from pagemill.bench.plots import as_svg, charts_of
+        from pagemill.bench.printing import table_of
+        from pagemill.bench.results import write_result, write_text
+
+        if self.save is not None:
+            write_result(self.save, result)
+        if self.plot is not None:
+            write_text("--plot", self.plot, as_svg(charts_of(result)).encode())
+        if self.format == "table":
+            typer.echo(table_of(result))
+        reports = [result.report(each) for each in result.measured]
+        typer.echo(json.dumps(reports[0] if self.sweep is None else {"model": result.model, "loads": reports}))
+
+    def _compare(self, before: Path, after: Path) -> None:
+        from pagemill.bench.comparing import differences
+        from pagemill.bench.conversations import BenchError
+        from pagemill.bench.printing import differences_of
+        from pagemill.bench.results import read_result
+
+        old, new = read_result(before), read_result(after)
+        runs = {each.load: each.run for each in old.measured}
+        found = [
+            (each.load, differences(runs[each.load], each.run, self.seed)) for each in new.measured if each.load in runs
+        ]
+        if not found:
+            loads = ", ".join(each.load for each in new.measured)
+            raise BenchError(
+                f"--compare {before}: has none of the loads of {after} ({loads}); measure at the same ones"
+            )
+        if self.format == "table":
+            typer.echo(differences_of(found))
+        typer.echo(json.dumps({load: {each.name: each.as_json() for each in group} for load, group in found}))
 
 
-def _clients(concurrency: int | None, rate: float | None) -> int:
-    if concurrency is not None and rate is not None:
-        raise ClientError(f"--concurrency {concurrency}: does not go with --rate {rate:g}; remove one of them.")
-    return DEFAULT_CONCURRENCY if concurrency is None else concurrency
+def _slo(text: str | None) -> Slo:
+    from pagemill.bench.conversations import BenchError
+    from pagemill.bench.samples import Slo
+    from pagemill_protocol.resource.quantities import duration_seconds
+
+    limits: dict[str, float] = {}
+    for pair in (text or "").split(",") if text else ():
+        name, _, duration = pair.strip().partition("=")
+        if name not in Slo.__struct_fields__:
+            raise BenchError(f"--slo {pair}: expected one of {', '.join(Slo.__struct_fields__)}, as in ttft=500ms")
+        try:
+            limits[name] = duration_seconds(duration)
+        except ValueError as error:
+            raise BenchError(f"--slo {pair}: {error}") from None
+    return Slo(**limits)
 
 
 def _check_target(url: str, allow_remote: bool) -> None:
+    from pagemill.client import ClientError, check_url
+
     check_url(url)
     host = urlsplit(url).hostname or ""
     if allow_remote or host == "localhost":
@@ -141,114 +325,3 @@ def _check_target(url: str, allow_remote: bool) -> None:
         local = False
     if not local:
         raise ClientError(f"--url {host or url} is another machine; add --allow-remote if that server is your own.")
-
-
-async def _run(url: str, api_key: str | None, load: BenchLoad) -> BenchOutcome:
-    outcome = BenchOutcome()
-    async with ChatClient(url, api_key=api_key) as client:
-        load.model, _ = await first_model(client, load.model or None)
-        start = time.perf_counter()
-        try:
-            async with asyncio.timeout(load.max_seconds):
-                await (_open_loop if load.rate_per_s else _closed_loop)(client, load, outcome)
-        except TimeoutError:
-            sys.stderr.write(f"stopped after {load.max_seconds:g} s (--max-seconds)\n")
-        outcome.wall_s = time.perf_counter() - start
-    return outcome
-
-
-async def _closed_loop(client: ChatClient, load: BenchLoad, outcome: BenchOutcome) -> None:
-    numbers = iter(range(load.num_requests))
-
-    async def worker() -> None:
-        for number in numbers:  # the workers share the iterator
-            await _one(client, load, outcome, number)
-
-    async with asyncio.TaskGroup() as group:
-        for _ in range(min(load.concurrency, load.num_requests)):
-            group.create_task(worker())
-
-
-async def _open_loop(client: ChatClient, load: BenchLoad, outcome: BenchOutcome) -> None:
-    assert load.rate_per_s is not None
-    arrivals = random.Random(load.seed)
-    async with asyncio.TaskGroup() as group:
-        for number in range(load.num_requests):
-            group.create_task(_one(client, load, outcome, number))
-            await asyncio.sleep(arrivals.expovariate(load.rate_per_s))
-
-
-async def _one(client: ChatClient, load: BenchLoad, outcome: BenchOutcome, number: int) -> None:
-    """Send one request and add its sample, or its error, to the outcome."""
-    outcome.num_started += 1
-    messages = [{"role": "user", "content": prompt_text(load, number)}]
-    params: dict[str, Any] = {"max_tokens": load.output_tokens, "temperature": 0, "ignore_eos": True}
-    start = time.perf_counter()
-    arrivals: list[float] = []
-    usage = (0, 0)
-    try:
-        async for piece in client.stream_chat(load.model, messages, **params):
-            if piece.text or piece.reasoning or piece.finish_reason:
-                arrivals.append(piece.at_s)
-            if piece.completion_tokens is not None:
-                usage = (piece.prompt_tokens or 0, piece.completion_tokens)
-    except ClientError as error:
-        outcome.errors.append(str(error))
-        return
-    if not arrivals:
-        outcome.errors.append("The server ended the answer without any event.")
-        return
-    gaps = [late - early for early, late in itertools.pairwise(arrivals)]
-    outcome.samples.append(BenchSample(arrivals[0] - start, arrivals[-1] - start, gaps, *usage))
-
-
-def prompt_text(load: BenchLoad, number: int) -> str:
-    """Return a prompt that depends on the seed and the request's number only, so that every run sends the same ones."""
-    draw, words = random.Random(f"{load.seed}:{number}"), COMMON_WORDS.split()
-    return " ".join(draw.choice(words) for _ in range(load.prompt_words))
-
-
-def _report(load: BenchLoad, outcome: BenchOutcome) -> dict[str, Any]:
-    samples = outcome.samples
-    if not samples:
-        first = outcome.errors[0] if outcome.errors else f"none finished within {load.max_seconds:g} s (--max-seconds)."
-        raise ClientError(f"No request succeeded: {first}")
-    tpots = [sample.tpot_s for sample in samples if sample.tpot_s is not None]
-    return {
-        "model": load.model,
-        "requests": len(samples),
-        "failed": len(outcome.errors),
-        "unfinished": outcome.num_started - len(samples) - len(outcome.errors),
-        "concurrency": None if load.rate_per_s else load.concurrency,
-        "rate_per_s": load.rate_per_s,
-        "wall_s": round(outcome.wall_s, 3),
-        "prompt_tokens": sum(sample.prompt_tokens for sample in samples),
-        "completion_tokens": sum(sample.completion_tokens for sample in samples),
-        "output_tokens_per_s": round(sum(sample.completion_tokens for sample in samples) / outcome.wall_s, 1),
-        "requests_per_s": round(len(samples) / outcome.wall_s, 3),
-        "ttft_ms": percentiles([sample.ttft_s for sample in samples]),
-        "tpot_ms": percentiles(tpots),
-        "itl_ms": percentiles([gap for sample in samples for gap in sample.gaps_s]),
-        "e2e_ms": percentiles([sample.e2e_s for sample in samples]),
-    }
-
-
-def percentiles(seconds: list[float]) -> dict[str, float]:
-    """Return the nearest-rank percentiles in milliseconds; empty if there are no values."""
-    ordered = sorted(seconds)
-    if not ordered:
-        return {}
-    ranks = {p: max(0, -(-p * len(ordered) // 100) - 1) for p in PERCENTILES}
-    return {f"p{p}": round(ordered[rank] * 1000, 2) for p, rank in ranks.items()}
-
-
-def _table(report: dict[str, Any]) -> str:
-    lines = [
-        f"{report['requests']} requests in {report['wall_s']} s: "
-        f"{report['output_tokens_per_s']} output tokens/s, {report['requests_per_s']} requests/s",
-        f"{'ms':8}" + "".join(f"{f'p{p}':>10}" for p in PERCENTILES),
-    ]
-    for name in ("ttft", "tpot", "itl", "e2e"):
-        values = report[f"{name}_ms"]
-        lines.append(f"{name.upper():8}" + "".join(f"{values.get(f'p{p}', float('nan')):>10.1f}" for p in PERCENTILES))
-    return "\n".join(lines)

@@ -9,7 +9,7 @@ from importlib.resources import files
 
 from pagemill_simulator.fleet.figures import Figures, Quantiles
 from pagemill_simulator.report.charts import Chart, ChartedRun
-from pagemill_simulator.report.svg import draw, legend
+from pagemill_simulator.report.svg import draw, drawing_style, legend
 
 TITLE = "Simulated scaling"
 HEADS = (
@@ -112,4 +112,4 @@ def _figure(chart: Chart, ident: str) -> str:
 
 @cache
 def _style() -> str:
-    return files(__package__).joinpath("style.css").read_text(encoding="utf-8")
+    return drawing_style() + files(__package__).joinpath("style.css").read_text(encoding="utf-8")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
+from importlib.resources import files
 
 from pagemill_simulator.report.axis import Axis, axis_of, shown
 from pagemill_simulator.report.charts import Chart, ChartLine, Mark, Point
@@ -17,6 +18,11 @@ LEFT, RIGHT, TOP, BOTTOM = 58, 24, 12, 46
 DASHES = ("", "7 3", "2 3", "9 3 2 3", "4 4", "12 4", "1 4", "12 3 2 3 2 3", "5 2 1 2")
 HUES = 9
 """Number of colours that the page defines; dashes distinguish more lines."""
+
+
+def drawing_style() -> str:
+    """Return the colours of drawings, for light and dark pages, as CSS."""
+    return files(__package__).joinpath("drawing.css").read_text(encoding="utf-8")
 
 
 def draw(chart: Chart, ident: str) -> str:

@@ -1,0 +1,246 @@
+"""Streamed requests over HTTP/1.1 with exact arrival times, at little cost: bytes are kept, and read after the answer.
+
+`pagemill.client` is the client for people. Here, what a measurement costs adds to what it measures. Server-sent events:
+WHATWG HTML, section 9.2.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+import httptools
+import msgspec
+
+CONNECT_TIMEOUT_S = 10.0
+MAX_ANSWER_BYTES = 256 * 1024 * 1024
+MOST_OF_AN_ERROR = 300
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: msgspec.Raw = msgspec.Raw(b"")
+
+
+class _Choice(msgspec.Struct):
+    delta: _Delta = msgspec.field(default_factory=_Delta)
+    finish_reason: str | None = None
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] = msgspec.field(default_factory=list)
+    usage: Usage | None = None
+    error: msgspec.Raw = msgspec.Raw(b"")
+
+
+class _Error(msgspec.Struct):
+    message: str = ""
+
+
+class _Refusal(msgspec.Struct):
+    error: _Error
+
+
+class Answer(NamedTuple):
+    """An answer that is complete, or `error`."""
+
+    text: str = ""
+    arrivals_s: Sequence[float] = ()
+    """When each event with text or the end came, by `time.perf_counter`."""
+    usage: Usage = Usage()
+    error: str = ""
+
+
+class Exchanges:
+    """A pool of connections to one server."""
+
+    def __init__(self, url: str, api_key: str | None) -> None:
+        parts = urlsplit(url.rstrip("/").removesuffix("/v1"))
+        self._host = parts.hostname or ""
+        self._port = parts.port or (443 if parts.scheme == "https" else 80)
+        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        bearer = f"Authorization: Bearer {api_key}\r\n" if api_key else ""
+        self._head = (
+            f"POST {parts.path}/v1/chat/completions HTTP/1.1\r\nHost: {parts.netloc}\r\n{bearer}"
+            "Content-Type: application/json\r\nAccept: text/event-stream\r\nContent-Length: "
+        ).encode()
+        self._idle: list[_Connection] = []
+        self._open: set[_Connection] = set()
+
+    async def ask(self, body: bytes) -> Answer:
+        """Send a request and return its answer; a failure is an answer with `error`."""
+        try:
+            connection = await self._connection()
+            await connection.exchange(b"%s%d\r\n\r\n%s" % (self._head, len(body), body))
+        except (OSError, TimeoutError) as error:
+            return Answer(error=f"The connection broke: {str(error) or type(error).__name__}")
+        except httptools.HttpParserError as error:
+            return Answer(error=f"The server's answer is not HTTP: {error}")
+        if connection.reusable:
+            self._idle.append(connection)
+        else:
+            self._close(connection)
+        return connection.answer()
+
+    def close(self) -> None:
+        for connection in list(self._open):
+            self._close(connection)
+
+    async def _connection(self) -> _Connection:
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.reusable:
+                return connection
+            self._close(connection)
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            _, connection = await loop.create_connection(_Connection, self._host, self._port, ssl=self._tls)
+        self._open.add(connection)
+        return connection
+
+    def _close(self, connection: _Connection) -> None:
+        self._open.discard(connection)
+        connection.abort()
+
+
+class _Connection(asyncio.Protocol):
+    """Keeps the bytes of one answer after the other, with the time at which each part came."""
+
+    def __init__(self) -> None:
+        self._transport: asyncio.Transport | None = None
+        self._ended: asyncio.Future[None] | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self._parser = httptools.HttpResponseParser(self)
+        self._parts: list[bytes] = []
+        self._at_s: list[float] = []
+        self._num_bytes = 0
+        self._now_s = 0.0
+        self.reusable = False
+
+    async def exchange(self, request: bytes) -> None:
+        assert self._transport is not None
+        self._begin()
+        self._ended = asyncio.get_running_loop().create_future()
+        self._transport.write(request)
+        try:
+            await self._ended
+        except asyncio.CancelledError:
+            self._transport.abort()
+            raise
+
+    def answer(self) -> Answer:
+        status = self._parser.get_status_code()
+        if status != 200:
+            return Answer(error=_refused(status, b"".join(self._parts)))
+        return read_events(self._parts, self._at_s)
+
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    # -- called by the event loop --------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport) or hasattr(transport, "write")
+        self._transport = transport  # type: ignore[assignment]
+
+    def data_received(self, data: bytes) -> None:
+        self._now_s = time.perf_counter()
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self._end(error)
+
+    def eof_received(self) -> None:
+        self._end(ConnectionError("the server closed the connection before the answer was complete"))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.reusable = False
+        self._end(error or ConnectionError("the server closed the connection before the answer was complete"))
+
+    # -- called by the parser ------------------------------------------------------------------------------------------
+
+    def on_body(self, part: bytes) -> None:
+        self._num_bytes += len(part)
+        if self._num_bytes > MAX_ANSWER_BYTES:
+            self._end(ConnectionError(f"the answer has more than {MAX_ANSWER_BYTES} bytes"))
+            return
+        self._parts.append(part)
+        self._at_s.append(self._now_s)
+
+    def on_message_complete(self) -> None:
+        self.reusable = self._parser.should_keep_alive()
+        self._end(None)
+
+    def _end(self, error: Exception | None) -> None:
+        if self._ended is None or self._ended.done():
+            return
+        if error is None:
+            self._ended.set_result(None)
+        else:
+            self.reusable = False
+            self._ended.set_exception(error)
+
+
+_decoder = msgspec.json.Decoder(_Event)
+
+
+def read_events(parts: Sequence[bytes], at_s: Sequence[float]) -> Answer:
+    """Return the answer of a stream's bytes. An event came with the part that has the end of its line."""
+    texts: list[str] = []
+    arrivals: list[float] = []
+    usage, rest, is_done = Usage(), b"", False
+    for part, now_s in zip(parts, at_s, strict=True):
+        *lines, rest = (rest + part).split(b"\n")
+        came = False
+        for line in lines:
+            if not line.startswith(b"data:"):
+                continue  # comments keep the connection alive; blank lines end events
+            data = line[5:].strip()
+            if data == b"[DONE]":
+                is_done = True
+                continue
+            try:
+                event = _decoder.decode(data)
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                return Answer(error=f"The server sent an event that cannot be read ({error}): {data[:80]!r}")
+            if event.error:
+                return Answer(error=_refused(0, data))
+            usage = event.usage or usage
+            for choice in event.choices[:1]:
+                delta = choice.delta
+                text = delta.content or ""
+                texts.append(text)
+                came = came or bool(
+                    text or delta.reasoning_content or delta.reasoning or delta.tool_calls or choice.finish_reason
+                )
+        if came:
+            arrivals.append(now_s)
+    if not is_done:
+        return Answer(error="The server ended the stream before the answer was complete.")
+    if not arrivals:
+        return Answer(error="The server ended the answer without any text.")
+    return Answer("".join(texts), arrivals, usage)
+
+
+def _refused(status: int, body: bytes) -> str:
+    try:
+        message = msgspec.json.decode(body, type=_Refusal).error.message
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        message = body.decode(errors="replace").strip()[:MOST_OF_AN_ERROR] or "no explanation"
+    if status == 401:
+        message += " Pass the API key with --api-key or in PAGEMILL_API_KEY."
+    return f"The server refused ({status}): {message}" if status else f"The server failed: {message}"

@@ -1,0 +1,1 @@
+"""Turns what other platforms read into an LLMDeployment: one file for each of them."""
