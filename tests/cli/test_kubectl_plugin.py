@@ -65,9 +65,13 @@ def test_a_command_that_reads_the_cluster_gets_the_current_context(programs: Pat
 
 @pytest.mark.parametrize("command", ["chat", "bench"])
 def test_a_command_that_sends_requests_gets_a_port_of_the_gateway_until_it_ends(programs: Path, command: str) -> None:
-    assert run(programs, command, "--model", "m") == (0, f"pagemill {command} --model m --url http://127.0.0.1:45678\n", "")
+    assert run(programs, command, "--model", "m") == (
+        0,
+        f"pagemill {command} --model m --url http://127.0.0.1:45678\n",
+        "",
+    )
     forwarded = (programs / "forwarded").read_text().split()
-    assert forwarded == "port-forward --address 127.0.0.1 --namespace ns service/gateway :http".split()
+    assert forwarded == ["port-forward", "--address", "127.0.0.1", "--namespace", "ns", "service/gateway", ":http"]
     pid = int((programs / "forwarding").read_text())
     wait_until(lambda: is_gone(pid))
 
@@ -75,7 +79,10 @@ def test_a_command_that_sends_requests_gets_a_port_of_the_gateway_until_it_ends(
 def test_of_several_gateways_one_is_chosen_by_its_namespace(programs: Path) -> None:
     two = "one gateway\\ntwo other\\n"
     code, _, message = run(programs, "chat", gateways=two)
-    assert (code, "several gateways run: set PAGEMILL_NAMESPACE to one of: one gateway, two other" in message) == (1, True)
+    assert (code, "several gateways run: set PAGEMILL_NAMESPACE to one of: one gateway, two other" in message) == (
+        1,
+        True,
+    )
     assert run(programs, "chat", gateways=two, PAGEMILL_NAMESPACE="two")[0] == 0
     assert "service/other" in (programs / "forwarded").read_text()
 
