@@ -264,10 +264,23 @@ docs: .venv/.installed crds ## Write the reference pages from the code
 docs-check: .venv/.installed ## Fail where a reference page differs from the code
 	$(BIN)/python docs/generate.py --check
 
+# Its packages are apart from those of the project, as those of a release are.
+SITE_ENV := .uv/site
+$(SITE_ENV)/.installed: docs/site/requirements.txt | $(UV)
+	$(UV) venv $(UV_FLAGS) --quiet --clear $(SITE_ENV)
+	$(UV) pip install --system-certs --quiet --python $(SITE_ENV)/bin/python --require-hashes --requirement docs/site/requirements.txt
+	touch $@
+
+.PHONY: site
+site: $(SITE_ENV)/.installed ## Build the docs as a site into dist/site and check every link (SITE_REPOSITORY_URL links to the sources)
+	NO_MKDOCS_2_WARNING=1 $(SITE_ENV)/bin/mkdocs build --quiet
+
 .PHONY: lock
 lock: $(UV) ## Resolve the dependencies anew into uv.lock
 	$(UV) lock $(UV_FLAGS)
 	$(UV) export --frozen --quiet --only-group uv --no-annotate --no-header --output-file release/uv.txt
+	printf 'mkdocs\nmkdocs-material\n' | $(UV) pip compile --system-certs --quiet --generate-hashes --no-annotate --no-header --universal \
+		--python-version 3.11 --output-file docs/site/requirements.txt -
 
 .PHONY: clean
 clean: ## Remove the environment, caches and build outputs

@@ -1,6 +1,6 @@
-"""`kubectl pagemill` runs the command for the current cluster; `chat` and `bench` get the gateway through a port-forward.
+"""`kubectl pagemill` runs the command for the current cluster; `chat` and `bench` get a forwarded port of the gateway.
 
-`kubectl` and `pagemill` are small scripts here: the first one says what a cluster would, the second one what it was given.
+`kubectl` and `pagemill` are small scripts here: one says what a cluster would, the other what it was given.
 """
 
 from __future__ import annotations
