@@ -7,15 +7,22 @@ from pathlib import Path
 
 import pytest
 
-from pagemill.bench.conversations import BenchError, Conversation, Turn, Workload, first_requests, rotated
+from pagemill.bench.conversations import (
+    BenchConversation,
+    BenchError,
+    BenchTurn,
+    BenchWorkload,
+    first_requests,
+    rotated,
+)
 from pagemill.bench.datasets import read_dataset
-from pagemill.bench.generated import Lengths, drawn, of_generator
+from pagemill.bench.generated import DrawnLengths, drawn, of_generator
 from pagemill.bench.texts import TextLengths, words
 
 ONE_EACH = TextLengths()
 
 
-def read(tmp_path: Path, text: str, sizes: TextLengths = ONE_EACH) -> list[Conversation]:
+def read(tmp_path: Path, text: str, sizes: TextLengths = ONE_EACH) -> list[BenchConversation]:
     file = tmp_path / "data"
     file.write_text(text)
     return list(read_dataset(file, 0, sizes).conversations)
@@ -40,7 +47,7 @@ def test_conversations_as_in_sharegpt_keep_their_texts_and_have_answers_as_long_
             ]
         ),
     )
-    assert found == [Conversation([Turn("One?", 4), Turn("Five?", 1)], "Be brief.")]
+    assert found == [BenchConversation([BenchTurn("One?", 4), BenchTurn("Five?", 1)], "Be brief.")]
 
 
 def test_lines_may_be_bodies_of_the_api_lines_of_batches_and_plain_prompts(tmp_path: Path) -> None:
@@ -53,10 +60,10 @@ def test_lines_may_be_bodies_of_the_api_lines_of_batches_and_plain_prompts(tmp_p
     ]
     found = read(tmp_path, "\n".join(map(json.dumps, lines)))
     assert [each.turns for each in found] == [
-        [Turn("", 7)],
-        [Turn("", None)],
-        [Turn("Hello", 9)],
-        [Turn("a", None), Turn("b", None)],
+        [BenchTurn("", 7)],
+        [BenchTurn("", None)],
+        [BenchTurn("Hello", 9)],
+        [BenchTurn("a", None), BenchTurn("b", None)],
     ]
     assert [dict(each.extra) for each in found] == [{"temperature": 0.5}, {"seed": 3}, {}, {}]
     assert found[0].messages == messages
@@ -85,12 +92,12 @@ def test_sessions_of_a_trace_are_conversations_whose_turns_add_what_is_new(tmp_p
 
 
 def test_generated_conversations_have_the_lengths_and_share_prefixes_by_group() -> None:
-    workload = drawn(Lengths(100, 20, 0.0, 2, 3, 50), 60, seed=1, sizes=ONE_EACH)
+    workload = drawn(DrawnLengths(100, 20, 0.0, 2, 3, 50), 60, seed=1, sizes=ONE_EACH)
     assert workload.num_requests == 60
     assert {len(turn.text.split()) for each in workload.conversations for turn in each.turns} == {100}
     assert len({each.system for each in workload.conversations}) == 3
     assert len({turn.text for each in workload.conversations for turn in each.turns}) == 60
-    spread = drawn(Lengths(100, 20, 0.7, 1, 0, 50), 2000, seed=1, sizes=ONE_EACH)
+    spread = drawn(DrawnLengths(100, 20, 0.7, 1, 0, 50), 2000, seed=1, sizes=ONE_EACH)
     lengths = [len(each.turns[0].text.split()) for each in spread.conversations]
     assert 90 < sum(lengths) / len(lengths) < 110
     assert max(lengths) > 300
@@ -109,7 +116,7 @@ def test_a_longer_text_of_a_name_begins_with_the_shorter() -> None:
 
 
 def test_a_limit_counts_requests_and_a_later_load_begins_where_the_first_ended() -> None:
-    workload = Workload("", [Conversation([Turn(str(each), 1)] * each) for each in (2, 3, 1)])
+    workload = BenchWorkload("", [BenchConversation([BenchTurn(str(each), 1)] * each) for each in (2, 3, 1)])
     assert [len(each.turns) for each in first_requests(workload, 4).conversations] == [2, 2]
     assert [len(each.turns) for each in rotated(workload, 4).conversations] == [1, 2, 3]
     assert rotated(workload, 6) == workload

@@ -12,7 +12,7 @@ from pagemill.bench.comparing import differences
 from pagemill.bench.exchange import read_events
 from pagemill.bench.plots import as_svg, as_text, charts_of
 from pagemill.bench.results import Measured, Result
-from pagemill.bench.samples import BenchRun, BenchSample, Slo, figures
+from pagemill.bench.samples import BenchRun, BenchSample, LatencyLimits, figures
 from pagemill.bench.sending import Load
 from pagemill.bench.sweeping import Point, highest_good, saturation, sweep_clients, sweep_rates
 
@@ -74,12 +74,12 @@ def test_an_answer_that_is_not_whole_is_an_error(stream: bytes, error: str) -> N
 
 def test_goodput_counts_requests_that_keep_every_limit() -> None:
     run = BenchRun([sample(0.1, 0.01), sample(0.9, 0.01), sample(0.1, 0.09)], ["refused"], 4, 10.0)
-    found = figures(run, Slo(ttft=0.5, tpot=0.05))
+    found = figures(run, LatencyLimits(ttft=0.5, tpot=0.05))
     assert (found["goodput_requests_per_s"], found["good_share"]) == (0.1, 0.25)
     assert (found["requests"], found["failed"], found["unfinished"]) == (3, 1, 0)
     assert found["output_tokens_per_s"] == 3.3
-    assert "good_share" not in figures(run, Slo())
-    assert figures(run, Slo(e2e=0.5))["good_share"] == 0.25
+    assert "good_share" not in figures(run, LatencyLimits())
+    assert figures(run, LatencyLimits(e2e=0.5))["good_share"] == 0.25
 
 
 def test_a_difference_is_certain_only_if_there_is_one() -> None:
@@ -126,7 +126,7 @@ async def test_clients_are_doubled_until_throughput_stops_growing() -> None:
     points = await sweep_clients(server.measure)
     assert [point.load.concurrency for point in points] == [1, 2, 4, 8, 16, 32]
     assert saturation(points).load.concurrency == 8
-    good = highest_good(points, Slo(ttft=0.12))
+    good = highest_good(points, LatencyLimits(ttft=0.12))
     assert good is not None
     assert good.load.concurrency == 4
 
@@ -142,10 +142,10 @@ async def test_rates_are_tried_around_the_saturation() -> None:
     points = await sweep_rates(Server(most_per_s=40).measure, burstiness=1.0)
     rates = [point.load.rate_per_s for point in points if point.load.rate_per_s]
     assert rates == [10, 20, 28, 34, 40, 46]
-    good = highest_good(points, Slo(ttft=0.5))
+    good = highest_good(points, LatencyLimits(ttft=0.5))
     assert good is not None
     assert good.load.rate_per_s == 34
-    assert highest_good(points, Slo(ttft=0.01)) is None
+    assert highest_good(points, LatencyLimits(ttft=0.01)) is None
 
 
 # -- plots -------------------------------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ def result(*loads: Load) -> Result:
     runs = [
         Measured(load.name, load.concurrency, load.rate_per_s, drawn_run(number)) for number, load in enumerate(loads)
     ]
-    return Result("a <model>", "generated", Slo(ttft=0.5), runs)
+    return Result("a <model>", "generated", LatencyLimits(ttft=0.5), runs)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,9 @@ def test_plots_are_whole_pictures_and_fit_a_terminal(loads: list[Load], titles: 
 
 
 def test_a_run_without_gaps_is_drawn_too() -> None:
-    single = Result("m", "s", Slo(), [Measured("1 client", 1, None, BenchRun([sample(0.1, 0.0, 1)], [], 1, 0.1))])
+    single = Result(
+        "m", "s", LatencyLimits(), [Measured("1 client", 1, None, BenchRun([sample(0.1, 0.0, 1)], [], 1, 0.1))]
+    )
     assert as_text(charts_of(single)[0])
 
 

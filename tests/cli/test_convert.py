@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,13 @@ def test_what_the_operator_would_refuse_is_noted(tmp_path: Path) -> None:
     assert done.exit_code == 0
     assert "spec.engine.blockSize: " in done.stderr
     assert "The operator refuses the result until then." in done.stderr
+
+
+def test_the_command_of_the_page_is_converted(tmp_path: Path) -> None:
+    page = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "come-from-other-platforms.md"
+    (command,) = re.findall(r"^\.venv/bin/pagemill convert '([^']*)' > smollm2.yaml$", page.read_text(), re.MULTILINE)
+    document, _ = converted(command, tmp_path)
+    assert document["spec"]["engine"]["maxModelLen"] == 2048
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from typer.testing import CliRunner
 from pagemill import client
 from pagemill.bench import sending
 from pagemill.bench.samples import BenchRun, BenchSample
-from pagemill.bench.sending import Target
+from pagemill.bench.sending import BenchTarget
 from pagemill.bench.texts import TextLengths
 from pagemill.commands import chat, doctor, why
 from pagemill.commands.gateway import GatewayCommand
@@ -39,6 +38,7 @@ Write = Callable[..., Path]
 Case = tuple[str, str] | tuple[str, str, str]
 """Arguments that are needed, arguments that change the option, and perhaps arguments to compare with."""
 TRACE = "Timestamp,Model,Request tokens,Response tokens\n1,a,100,10\n4,a,50,20\n5,a,50\n6,a,70,9\n"
+FOREIGN = "apiVersion: kubeai.org/v1\nkind: Model\nmetadata: {name: a}\nspec: {url: 'hf://a/%s'}\n"
 PLAIN = "Timestamp,Model,Request tokens,Response tokens\n1,a,100,10\n4,a,50,20\n6,a,70,9\n"
 STEADY = "steady:prompt_tokens=100,output_tokens=20"
 _PLAN = f"--model {SMOLLM2} --accelerator l4 --input 200 --output 100 -o json"
@@ -174,7 +174,7 @@ CASES: dict[str, dict[str, Case]] = {
         "allow_remote": ("--url http://192.0.2.1", "--allow-remote"),
     },
     "convert": {
-        "what": ("'vllm serve a/b'", "'vllm serve a/c'"),
+        "what": ("llama.yaml", "qwen.yaml"),
     },
     "why": {
         "name": ("a", "", "b"),
@@ -277,6 +277,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "plain.csv": PLAIN,
         "other.csv": PLAIN.replace("100", "90"),
         "broken.csv": TRACE,
+        "llama.yaml": FOREIGN % "llama",
+        "qwen.yaml": FOREIGN % "qwen",
         "asked.jsonl": '{"prompt": "hi"}\n',
         "keys": hashlib.sha256(b"k").hexdigest() + "\n",
         "tokens": "token\n",
@@ -300,11 +302,13 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
         return stub
 
-    async def played(target: Target, workload: Any, load: Any, seed: int, max_seconds: float, show: Any) -> BenchRun:
+    async def played(
+        target: BenchTarget, workload: Any, load: Any, seed: int, max_seconds: float, show: Any
+    ) -> BenchRun:
         calls.append((target._replace(exchanges=target.exchanges._head), workload, load, seed, max_seconds))
         return BenchRun([BenchSample(0.0, 0.1, 1.0, [0.1], 3, 4)], num_started=1, wall_s=1.0)
 
-    async def sizes(target: Target) -> TextLengths:
+    async def sizes(target: BenchTarget) -> TextLengths:
         return TextLengths()
 
     async def model(client: Any, wanted: str | None) -> tuple[str, list[str]]:
@@ -375,11 +379,11 @@ def outcome(command: str, arguments: str, seen: list[Any]) -> Any:
     seen.clear()
     if command in SETTINGS:
         try:
-            options = load(command).make_context(command, shlex.split(arguments)).params
+            options = load(command).make_context(command, arguments.split()).params
             return SETTINGS[command](options)
         except (StartupError, SettingsError) as error:
             return Refused(str(error))
-    done = CliRunner().invoke(app, [command, *shlex.split(arguments)], env={"COLUMNS": "200"})
+    done = CliRunner().invoke(app, [command, *arguments.split()], env={"COLUMNS": "200"})
     assert not done.exception or isinstance(done.exception, SystemExit), done.exception
     if done.exit_code == 2 and not seen:
         return Refused(done.stderr)

@@ -29,6 +29,7 @@ COVERED = {
     ".venv/bin/pagemill serve": "test_docs_commands",
     ".venv/bin/pagemill chat": "test_docs_commands",
     ".venv/bin/pagemill bench": "test_docs_commands",
+    ".venv/bin/pagemill convert": "tests/cli/test_convert.py",
     ".venv/bin/pagemill up": "tests/cli",
     ".venv/bin/pagemill explain": "test_explain_commands_succeed",
     ".venv/bin/pagemill plan": "tests/cli/test_plan_command",

@@ -109,14 +109,21 @@ def test_chat_commands_get_an_answer(server: str) -> None:
     assert re.search(r"^[1-8] tokens?, [\d.]+ tok/s", done.stderr, re.MULTILINE), done.stderr
 
 
-def test_bench_commands_print_a_report(server: str) -> None:
-    (line,) = commands(".venv/bin/pagemill bench")
-    words = [*shlex.split(line)[1:], "--url", server, "--requests", "4", "--output-tokens", "4"]
-    done = subprocess.run([sys.executable, "-m", "pagemill", *words], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout.splitlines()[-1])
-    assert report["completion_tokens"] == 16
-    assert report["prompt_tokens"] > 4 * 32
+def test_bench_commands_print_a_report(server: str, tmp_path: Path) -> None:
+    """In the pages' order: comparisons read what was saved before."""
+    lines = commands(".venv/bin/pagemill bench")
+    assert len(lines) >= 6
+    for line in lines:
+        words = shlex.split(line)[1:]
+        if "--compare" not in words:
+            words += ["--url", server, "--requests", "8", "--output-tokens", "2", "--max-seconds", "5"]
+        argv = [sys.executable, "-m", "pagemill", *words]
+        done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        report = json.loads(done.stdout.splitlines()[-1])
+        if "--compare" not in words and "--sweep" not in words:
+            assert report["completion_tokens"] == 16
+    assert (tmp_path / "sweep.svg").is_file()
 
 
 WITH_CLIENT = re.compile(r"^(?:import|from) (?:openai|anthropic)", re.MULTILINE)

@@ -44,7 +44,6 @@ ALONE = {
     "pagemill_gateway.limits.redis.shared_poison": "redis is imported only where it is configured",
     "pagemill_kube.config": "only settings modules read environment variables",
     "pagemill_simulator.scaling.rivals": "the registry of the rivals' policies",
-    "pagemill_simulator.workloads.generators": "the registry of the workloads",
 }
 """Other small modules with one user, each with the reason why it is not part of it."""
 

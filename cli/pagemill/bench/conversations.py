@@ -15,7 +15,7 @@ class BenchError(Exception):
     """What prevents a measurement; the message names the option or file, its value and the remedy."""
 
 
-class Turn(NamedTuple):
+class BenchTurn(NamedTuple):
     text: str
     output_tokens: int | None
     """Tokens to generate; `None`: until the model ends its answer."""
@@ -23,8 +23,8 @@ class Turn(NamedTuple):
     """Earliest time to send it, in seconds since the conversation began; the answer before it must have ended too."""
 
 
-class Conversation(NamedTuple):
-    turns: Sequence[Turn]
+class BenchConversation(NamedTuple):
+    turns: Sequence[BenchTurn]
     system: str = ""
     at_s: float | None = None
     """When it begins, in seconds since the first one; `None` where a file has no times."""
@@ -34,10 +34,10 @@ class Conversation(NamedTuple):
     """Further fields of its requests, as a file has them."""
 
 
-class Workload(NamedTuple):
+class BenchWorkload(NamedTuple):
     source: str
     """For the report: the file, or the generator with its parameters and seed."""
-    conversations: Sequence[Conversation]
+    conversations: Sequence[BenchConversation]
 
     @property
     def has_times(self) -> bool:
@@ -48,9 +48,9 @@ class Workload(NamedTuple):
         return sum(len(each.turns) for each in self.conversations)
 
 
-def first_requests(workload: Workload, limit: int) -> Workload:
+def first_requests(workload: BenchWorkload, limit: int) -> BenchWorkload:
     """Return the workload's first conversations, cut where they have `limit` turns together."""
-    kept: list[Conversation] = []
+    kept: list[BenchConversation] = []
     left = limit
     for each in workload.conversations:
         if not left:
@@ -60,7 +60,7 @@ def first_requests(workload: Workload, limit: int) -> Workload:
     return workload._replace(conversations=kept)
 
 
-def rotated(workload: Workload, num_requests: int) -> Workload:
+def rotated(workload: BenchWorkload, num_requests: int) -> BenchWorkload:
     """Return the workload begun after so many requests; what is before them follows at the end."""
     at, skipped = 0, 0
     total = max(1, workload.num_requests)

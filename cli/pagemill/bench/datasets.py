@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pagemill.bench.conversations import BenchError, Conversation, Turn, Workload
+from pagemill.bench.conversations import BenchConversation, BenchError, BenchTurn, BenchWorkload
 from pagemill.bench.generated import of_requests
 from pagemill.bench.texts import TextLengths, words
 from pagemill_simulator.workloads.traces import TraceError, read_trace
@@ -28,28 +28,28 @@ USERS = frozenset({"human", "user"})
 MODELS = frozenset({"gpt", "assistant", "chatgpt", "bing", "bard", "model"})
 
 
-def read_dataset(path: Path, seed: int, sizes: TextLengths, *, speedup: float = 1.0) -> Workload:
+def read_dataset(path: Path, seed: int, sizes: TextLengths, *, speedup: float = 1.0) -> BenchWorkload:
     """Return the conversations of a file; `speedup` divides the times of a trace. Raises `BenchError`."""
     try:
         with path.open(encoding="utf-8-sig") as file:
             first = next((line for line in file if line.strip()), "").strip()
             file.seek(0)
             if first.startswith("["):
-                return Workload(f"{path}: conversations", list(_sharegpt(path, _json(path, 0, file.read()))))
+                return BenchWorkload(f"{path}: conversations", list(_sharegpt(path, _json(path, 0, file.read()))))
             if first.startswith("{") and _is_request(first):
                 lines = [
                     (number, _object(path, number, line)) for number, line in enumerate(file, start=1) if line.strip()
                 ]
                 if "hash_ids" in lines[0][1]:
-                    return Workload(f"{path}: Mooncake trace", _mooncake(path, lines, sizes, speedup))
-                return Workload(f"{path}: requests", [_request(path, *line) for line in lines])
+                    return BenchWorkload(f"{path}: Mooncake trace", _mooncake(path, lines, sizes, speedup))
+                return BenchWorkload(f"{path}: requests", [_request(path, *line) for line in lines])
     except (OSError, UnicodeDecodeError) as error:
         raise BenchError(f"--dataset {path}: cannot be read ({error})") from error
     try:
         trace = read_trace(path, speedup=speedup)
     except TraceError as error:
         raise BenchError(f"--dataset {str(error).partition('expected')[0].rstrip(' :;')}: expected {KINDS}") from None
-    return Workload(trace.source, of_requests(trace.requests, seed, sizes))
+    return BenchWorkload(trace.source, of_requests(trace.requests, seed, sizes))
 
 
 def _is_request(line: str) -> bool:
@@ -78,7 +78,7 @@ def _place(path: Path, number: int) -> str:
     return f"{path}:{number}" if number else str(path)
 
 
-def _sharegpt(path: Path, found: Any) -> Iterator[Conversation]:
+def _sharegpt(path: Path, found: Any) -> Iterator[BenchConversation]:
     """Yield the conversations that begin with a user's text and an answer; answers are as long as the recorded ones,
     by words, since the file has no tokens.
     """
@@ -91,17 +91,17 @@ def _sharegpt(path: Path, found: Any) -> Iterator[Conversation]:
         parts = [(str(each.get("from")).lower(), str(each.get("value") or "")) for each in talk]
         system = parts.pop(0)[1] if parts and parts[0][0] == "system" else ""
         turns = [
-            Turn(asked, max(1, len(answer.split()) * 4 // 3))
+            BenchTurn(asked, max(1, len(answer.split()) * 4 // 3))
             for (who, asked), (answering, answer) in zip(parts[::2], parts[1::2], strict=False)
             if who in USERS and answering in MODELS and asked.strip()
         ]
         if turns:
-            yield Conversation(turns, system)
+            yield BenchConversation(turns, system)
     if not num_read:
         raise BenchError(f"--dataset {path}: holds no conversation; expected {KINDS}")
 
 
-def _request(path: Path, number: int, line: dict[str, Any]) -> Conversation:
+def _request(path: Path, number: int, line: dict[str, Any]) -> BenchConversation:
     """Return one line's request: a body of the API (a line of a batch too), or `prompt`/`prompts` with its output."""
     body = line["body"] if isinstance(line.get("body"), dict) else line
     output = next((body[name] for name in LENGTHS if name in body), None)
@@ -112,16 +112,16 @@ def _request(path: Path, number: int, line: dict[str, Any]) -> Conversation:
     begins = float(at_s) / 1000 if isinstance(at_s, int | float) else None
     messages = body.get("messages")
     if isinstance(messages, list) and messages and all(isinstance(each, dict) for each in messages):
-        return Conversation([Turn("", output)], at_s=begins, messages=messages, extra=extra)
+        return BenchConversation([BenchTurn("", output)], at_s=begins, messages=messages, extra=extra)
     texts = body.get("prompts", [body.get("prompt")])
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text for text in texts):
         raise BenchError(f"--dataset {path}:{number}: has neither `messages` nor `prompt` as text; expected {KINDS}")
-    return Conversation([Turn(text, output) for text in texts], at_s=begins, extra=extra)
+    return BenchConversation([BenchTurn(text, output) for text in texts], at_s=begins, extra=extra)
 
 
 def _mooncake(
     path: Path, lines: list[tuple[int, dict[str, Any]]], sizes: TextLengths, speedup: float
-) -> list[Conversation]:
+) -> list[BenchConversation]:
     """Return requests whose texts share what the recorded ones shared: a block's text follows from its hash."""
     conversations, block = [], sizes.num_words(BLOCK_TOKENS)
     for number, line in lines:
@@ -134,6 +134,6 @@ def _mooncake(
             ) from None
         whole = " ".join(words(f"block {each}", block) for each in hashes).split(" ")
         text = " ".join(whole[: sizes.num_words(total)])
-        conversations.append(Conversation([Turn(text, max(1, output))], at_s=at_s))
+        conversations.append(BenchConversation([BenchTurn(text, max(1, output))], at_s=at_s))
     first_s = min(each.at_s or 0.0 for each in conversations)
     return [each._replace(at_s=(each.at_s or 0.0) - first_s) for each in conversations]

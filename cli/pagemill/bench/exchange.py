@@ -21,7 +21,7 @@ MAX_ANSWER_BYTES = 256 * 1024 * 1024
 MOST_OF_AN_ERROR = 300
 
 
-class Usage(msgspec.Struct):
+class TokenUsage(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int = 0
 
@@ -40,7 +40,7 @@ class _Choice(msgspec.Struct):
 
 class _Event(msgspec.Struct):
     choices: list[_Choice] = msgspec.field(default_factory=list)
-    usage: Usage | None = None
+    usage: TokenUsage | None = None
     error: msgspec.Raw = msgspec.Raw(b"")
 
 
@@ -52,13 +52,13 @@ class _Refusal(msgspec.Struct):
     error: _Error
 
 
-class Answer(NamedTuple):
+class StreamedAnswer(NamedTuple):
     """An answer that is complete, or `error`."""
 
     text: str = ""
     arrivals_s: Sequence[float] = ()
     """When each event with text or the end came, by `time.perf_counter`."""
-    usage: Usage = Usage()
+    usage: TokenUsage = TokenUsage()
     error: str = ""
 
 
@@ -78,15 +78,15 @@ class Exchanges:
         self._idle: list[_Connection] = []
         self._open: set[_Connection] = set()
 
-    async def ask(self, body: bytes) -> Answer:
+    async def ask(self, body: bytes) -> StreamedAnswer:
         """Send a request and return its answer; a failure is an answer with `error`."""
         try:
             connection = await self._connection()
             await connection.exchange(b"%s%d\r\n\r\n%s" % (self._head, len(body), body))
         except (OSError, TimeoutError) as error:
-            return Answer(error=f"The connection broke: {str(error) or type(error).__name__}")
+            return StreamedAnswer(error=f"The connection broke: {str(error) or type(error).__name__}")
         except httptools.HttpParserError as error:
-            return Answer(error=f"The server's answer is not HTTP: {error}")
+            return StreamedAnswer(error=f"The server's answer is not HTTP: {error}")
         if connection.reusable:
             self._idle.append(connection)
         else:
@@ -141,10 +141,10 @@ class _Connection(asyncio.Protocol):
             self._transport.abort()
             raise
 
-    def answer(self) -> Answer:
+    def answer(self) -> StreamedAnswer:
         status = self._parser.get_status_code()
         if status != 200:
-            return Answer(error=_refused(status, b"".join(self._parts)))
+            return StreamedAnswer(error=_refused(status, b"".join(self._parts)))
         return read_events(self._parts, self._at_s)
 
     def abort(self) -> None:
@@ -198,11 +198,11 @@ class _Connection(asyncio.Protocol):
 _decoder = msgspec.json.Decoder(_Event)
 
 
-def read_events(parts: Sequence[bytes], at_s: Sequence[float]) -> Answer:
+def read_events(parts: Sequence[bytes], at_s: Sequence[float]) -> StreamedAnswer:
     """Return the answer of a stream's bytes. An event came with the part that has the end of its line."""
     texts: list[str] = []
     arrivals: list[float] = []
-    usage, rest, is_done = Usage(), b"", False
+    usage, rest, is_done = TokenUsage(), b"", False
     for part, now_s in zip(parts, at_s, strict=True):
         *lines, rest = (rest + part).split(b"\n")
         came = False
@@ -216,9 +216,9 @@ def read_events(parts: Sequence[bytes], at_s: Sequence[float]) -> Answer:
             try:
                 event = _decoder.decode(data)
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                return Answer(error=f"The server sent an event that cannot be read ({error}): {data[:80]!r}")
+                return StreamedAnswer(error=f"The server sent an event that cannot be read ({error}): {data[:80]!r}")
             if event.error:
-                return Answer(error=_refused(0, data))
+                return StreamedAnswer(error=_refused(0, data))
             usage = event.usage or usage
             for choice in event.choices[:1]:
                 delta = choice.delta
@@ -230,10 +230,10 @@ def read_events(parts: Sequence[bytes], at_s: Sequence[float]) -> Answer:
         if came:
             arrivals.append(now_s)
     if not is_done:
-        return Answer(error="The server ended the stream before the answer was complete.")
+        return StreamedAnswer(error="The server ended the stream before the answer was complete.")
     if not arrivals:
-        return Answer(error="The server ended the answer without any text.")
-    return Answer("".join(texts), arrivals, usage)
+        return StreamedAnswer(error="The server ended the answer without any text.")
+    return StreamedAnswer("".join(texts), arrivals, usage)
 
 
 def _refused(status: int, body: bytes) -> str:

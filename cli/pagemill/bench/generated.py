@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from pagemill.bench.conversations import BenchError, Conversation, Turn, Workload
+from pagemill.bench.conversations import BenchConversation, BenchError, BenchTurn, BenchWorkload
 from pagemill.bench.texts import TextLengths, words
 from pagemill_simulator.parameters import ParameterError, split_choice
 from pagemill_simulator.workloads.generators import make_generator
@@ -21,7 +21,7 @@ LONGEST = 20
 """The longest drawn length as a multiple of the mean."""
 
 
-class Lengths(NamedTuple):
+class DrawnLengths(NamedTuple):
     """The options of generated conversations."""
 
     prompt_tokens: int
@@ -34,7 +34,7 @@ class Lengths(NamedTuple):
     prefix_tokens: int
 
 
-def drawn(lengths: Lengths, num_requests: int, seed: int, sizes: TextLengths) -> Workload:
+def drawn(lengths: DrawnLengths, num_requests: int, seed: int, sizes: TextLengths) -> BenchWorkload:
     """Return conversations that have so many turns together."""
     source = random.Random(f"lengths {seed}")
     prompt, output = (
@@ -44,26 +44,26 @@ def drawn(lengths: Lengths, num_requests: int, seed: int, sizes: TextLengths) ->
     for number in range(0, num_requests, lengths.turns):
         group = source.randrange(lengths.prefix_groups) if lengths.prefix_groups else None
         turns = [
-            Turn(words(f"{seed}:{each}", sizes.num_words(prompt.draw(source))), output.draw(source))
+            BenchTurn(words(f"{seed}:{each}", sizes.num_words(prompt.draw(source))), output.draw(source))
             for each in range(number, min(number + lengths.turns, num_requests))
         ]
         system = "" if group is None else words(f"{seed}:prefix {group}", sizes.num_words(lengths.prefix_tokens))
-        conversations.append(Conversation(turns, system))
+        conversations.append(BenchConversation(turns, system))
     shown = ", ".join(f"{name}={value:g}" for name, value in lengths._asdict().items() if value)
-    return Workload(f"generated({shown}), seed {seed}", conversations)
+    return BenchWorkload(f"generated({shown}), seed {seed}", conversations)
 
 
-def of_generator(choice: str, seed: int, sizes: TextLengths) -> Workload:
+def of_generator(choice: str, seed: int, sizes: TextLengths) -> BenchWorkload:
     """Return the conversations of one of the simulator's workloads, such as `agentic:turns=2`. Raises `BenchError`."""
     try:
         name, parameters = split_choice(choice)
         workload = make_generator(name, parameters).workload(seed)
     except ParameterError as error:
         raise BenchError(f"--workload {error}") from None
-    return Workload(workload.source, of_requests(workload.requests, seed, sizes))
+    return BenchWorkload(workload.source, of_requests(workload.requests, seed, sizes))
 
 
-def of_requests(requests: Iterable[SimRequest], seed: int, sizes: TextLengths) -> list[Conversation]:
+def of_requests(requests: Iterable[SimRequest], seed: int, sizes: TextLengths) -> list[BenchConversation]:
     """Return conversations of these lengths and times: one for each session, and for each request without one."""
     sessions: dict[int, list[SimRequest]] = {}
     for number, request in enumerate(requests):
@@ -71,17 +71,17 @@ def of_requests(requests: Iterable[SimRequest], seed: int, sizes: TextLengths) -
     return [_conversation(f"{seed}:{number}", each, sizes) for number, each in enumerate(sessions.values())]
 
 
-def _conversation(name: str, requests: Sequence[SimRequest], sizes: TextLengths) -> Conversation:
+def _conversation(name: str, requests: Sequence[SimRequest], sizes: TextLengths) -> BenchConversation:
     first = requests[0]
     added = [first.num_prompt_tokens]
     for before, after in pairwise(requests):
         added.append(after.num_prompt_tokens - before.num_prompt_tokens - before.num_output_tokens)
     turns = [
-        Turn(
+        BenchTurn(
             words(f"{name} {number}", sizes.num_words(tokens)),
             request.num_output_tokens,
             request.arrival_s - first.arrival_s,
         )
         for number, (request, tokens) in enumerate(zip(requests, added, strict=True))
     ]
-    return Conversation(turns, at_s=first.arrival_s)
+    return BenchConversation(turns, at_s=first.arrival_s)

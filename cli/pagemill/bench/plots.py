@@ -113,7 +113,7 @@ def _legend(chart: Chart, y: int) -> list[str]:
 
 
 def as_text(chart: Chart) -> list[str]:
-    """Return a chart drawn with Braille characters; its lines are told apart by the legend's order at the right."""
+    """Return a chart drawn with Braille characters; its title names the lines."""
     points = [point for line in chart.lines for point in line.points]
     x_axis = axis_of([x for x, _ in points], is_log=chart.is_x_log)
     y_axis = axis_of([y for _, y in points], is_log=chart.is_y_log)

@@ -9,7 +9,7 @@ from typing import Any
 from pagemill.bench.comparing import Difference
 from pagemill.bench.plots import as_text, charts_of
 from pagemill.bench.results import Result
-from pagemill.bench.samples import LATENCIES, PERCENTILES, BenchRun, Slo
+from pagemill.bench.samples import LATENCIES, PERCENTILES, BenchRun, LatencyLimits
 from pagemill.bench.sweeping import GOOD_SHARE, Point
 from pagemill.columns import columns
 
@@ -87,12 +87,12 @@ def _several(result: Result, reports: Sequence[dict[str, Any]]) -> list[str]:
     return [*columns(rows), "Times in milliseconds."]
 
 
-def sweep_summary(saturated: Point, good: Point | None, slo: Slo) -> str:
+def sweep_summary(saturated: Point, good: Point | None, slo: LatencyLimits) -> str:
     text = (
         f"Saturated at {saturated.load.name}: {saturated.run.output_tokens_per_s:.1f} output tokens/s; "
         "more clients only wait longer."
     )
-    if slo == Slo():
+    if slo == LatencyLimits():
         return text
     if good is None:
         return f"{text}\nNo load kept the SLO for {GOOD_SHARE:.0%} of its requests."

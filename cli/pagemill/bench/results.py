@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from pagemill.bench.conversations import BenchError
-from pagemill.bench.samples import BenchRun, Slo, figures
+from pagemill.bench.samples import BenchRun, LatencyLimits, figures
 
 VERSION = 1
 
@@ -26,7 +26,7 @@ class Result(msgspec.Struct):
     model: str
     source: str
     """The texts that were sent: the file, or the generator with its parameters and seed."""
-    slo: Slo
+    slo: LatencyLimits
     measured: list[Measured]
     version: int = VERSION
 

@@ -57,7 +57,7 @@ class BenchRun(msgspec.Struct):
         return sum(each.completion_tokens for each in self.samples) / self.wall_s if self.wall_s else 0.0
 
 
-class Slo(msgspec.Struct, frozen=True):
+class LatencyLimits(msgspec.Struct, frozen=True):
     """Limits in seconds that a request must keep to be good; `None`: no limit."""
 
     ttft: float | None = None
@@ -78,7 +78,7 @@ VALUES: dict[str, Callable[[BenchSample], Sequence[float]]] = {
 """The times of a sample by the name of the latency."""
 
 
-def figures(run: BenchRun, slo: Slo) -> dict[str, Any]:
+def figures(run: BenchRun, slo: LatencyLimits) -> dict[str, Any]:
     """Return the figures of a run, times in milliseconds."""
     samples, wall_s = run.samples, run.wall_s or math.nan
     found: dict[str, Any] = {
@@ -92,7 +92,7 @@ def figures(run: BenchRun, slo: Slo) -> dict[str, Any]:
         "requests_per_s": round(len(samples) / wall_s, 3),
         "client_cpu_ms_per_request": round(run.cpu_s * 1000 / max(1, run.num_started), 3),
     }
-    if slo != Slo():
+    if slo != LatencyLimits():
         num_good = sum(slo.kept(sample) for sample in samples)
         found["goodput_requests_per_s"] = round(num_good / wall_s, 3)
         found["good_share"] = round(num_good / max(1, len(samples) + len(run.errors)), 4)

@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from pagemill.bench.conversations import Conversation, Workload
-from pagemill.bench.exchange import Answer, Exchanges
+from pagemill.bench.conversations import BenchConversation, BenchWorkload
+from pagemill.bench.exchange import Exchanges, StreamedAnswer
 from pagemill.bench.samples import BenchRun, BenchSample
 from pagemill.bench.texts import TextLengths, words
 
@@ -41,7 +41,7 @@ class Load(NamedTuple):
         return "recorded times" if self.rate_per_s is None else f"{self.rate_per_s:g}/s"
 
 
-class Target(NamedTuple):
+class BenchTarget(NamedTuple):
     """The server and what is the same in all requests."""
 
     exchanges: Exchanges
@@ -52,10 +52,10 @@ class Target(NamedTuple):
 
 
 Progress = Callable[[BenchRun, int], None]
-"""Is told of a run and the number of its requests that are running."""
+"""Shows a run and the number of its requests that are running."""
 
 
-async def text_lengths(target: Target) -> TextLengths:
+async def text_lengths(target: BenchTarget) -> TextLengths:
     """Ask the server how many tokens words are. Raises `OSError` with the server's refusal."""
     counts = []
     for count in (1, 1 + LENGTH_WORDS):
@@ -68,7 +68,7 @@ async def text_lengths(target: Target) -> TextLengths:
 
 
 async def run(
-    target: Target, workload: Workload, load: Load, seed: int, max_seconds: float, show: Progress
+    target: BenchTarget, workload: BenchWorkload, load: Load, seed: int, max_seconds: float, show: Progress
 ) -> BenchRun:
     """Play all conversations, at most for so many seconds, and return what was measured."""
     player = _Player(target)
@@ -96,7 +96,7 @@ async def _keep_showing(player: _Player, show: Progress) -> None:
         show(player.run, player.num_running)
 
 
-def _beginnings(workload: Workload, load: Load, seed: int) -> Iterator[float]:
+def _beginnings(workload: BenchWorkload, load: Load, seed: int) -> Iterator[float]:
     """Yield the second at which each conversation begins."""
     if load.rate_per_s is None:
         yield from (each.at_s or 0.0 for each in workload.conversations)
@@ -108,13 +108,13 @@ def _beginnings(workload: Workload, load: Load, seed: int) -> Iterator[float]:
 
 
 class _Player:
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: BenchTarget) -> None:
         self.run = BenchRun()
         self.num_running = 0
         self._target = target
         self._start = time.perf_counter()
 
-    async def closed_loop(self, workload: Workload, concurrency: int) -> None:
+    async def closed_loop(self, workload: BenchWorkload, concurrency: int) -> None:
         waiting = iter(workload.conversations)
 
         async def client() -> None:
@@ -125,13 +125,13 @@ class _Player:
             for _ in range(min(concurrency, len(workload.conversations))):
                 group.create_task(client())
 
-    async def open_loop(self, workload: Workload, beginnings: Iterator[float]) -> None:
+    async def open_loop(self, workload: BenchWorkload, beginnings: Iterator[float]) -> None:
         async with asyncio.TaskGroup() as group:
             for conversation, at_s in zip(workload.conversations, beginnings, strict=False):
                 await asyncio.sleep(self._start + at_s - time.perf_counter())
                 group.create_task(self._play(conversation))
 
-    async def _play(self, conversation: Conversation) -> None:
+    async def _play(self, conversation: BenchConversation) -> None:
         """Send the turns, each with all before; a conversation ends with its first failed request."""
         began = time.perf_counter()
         messages: list[Mapping[str, object]] = [*conversation.messages]
@@ -149,7 +149,7 @@ class _Player:
                 return
             messages.append({"role": "assistant", "content": answer.text})
 
-    async def _ask(self, body: bytes) -> Answer:
+    async def _ask(self, body: bytes) -> StreamedAnswer:
         self.run.num_started += 1
         self.num_running += 1
         sent = time.perf_counter()
@@ -178,7 +178,7 @@ def _user(text: str) -> dict[str, object]:
 
 
 def _body(
-    target: Target, messages: Sequence[Mapping[str, object]], output: int | None, extra: Mapping[str, object]
+    target: BenchTarget, messages: Sequence[Mapping[str, object]], output: int | None, extra: Mapping[str, object]
 ) -> bytes:
     tokens = output or target.default_output_tokens
     own = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
-from pagemill.bench.samples import BenchRun, Slo
+from pagemill.bench.samples import BenchRun, LatencyLimits
 from pagemill.bench.sending import Load
 
 GROWTH = 1.05
@@ -65,11 +65,11 @@ def saturation(points: Sequence[Point]) -> Point:
     return next(point for point in closed if point.run.output_tokens_per_s * GROWTH >= most)
 
 
-def highest_good(points: Sequence[Point], slo: Slo) -> Point | None:
+def highest_good(points: Sequence[Point], slo: LatencyLimits) -> Point | None:
     """Return the highest load at which `GOOD_SHARE` of all requests keep the SLO; rates where some were measured."""
     rated = [point for point in points if point.load.rate_per_s is not None]
     return next((point for point in reversed(rated or points) if _good_share(point.run, slo) >= GOOD_SHARE), None)
 
 
-def _good_share(run: BenchRun, slo: Slo) -> float:
+def _good_share(run: BenchRun, slo: LatencyLimits) -> float:
     return sum(map(slo.kept, run.samples)) / max(1, run.num_started)

@@ -22,10 +22,10 @@ from pagemill.command import CommandWithOptions
 from pagemill.commands.chat import DEFAULT_URL
 
 if TYPE_CHECKING:
-    from pagemill.bench.conversations import Workload
+    from pagemill.bench.conversations import BenchWorkload
     from pagemill.bench.results import Result
-    from pagemill.bench.samples import BenchRun, Slo
-    from pagemill.bench.sending import Load, Target
+    from pagemill.bench.samples import BenchRun, LatencyLimits
+    from pagemill.bench.sending import BenchTarget, Load
     from pagemill.bench.sweeping import Point
     from pagemill.bench.texts import TextLengths
 
@@ -184,14 +184,14 @@ class BenchCommand(CommandWithOptions):
         from pagemill.bench.conversations import BenchError
         from pagemill.bench.exchange import Exchanges
         from pagemill.bench.results import Measured, Result
-        from pagemill.bench.sending import Target, text_lengths
+        from pagemill.bench.sending import BenchTarget, text_lengths
         from pagemill.client import ChatClient, first_model
 
         slo = _slo(self.slo)
         async with ChatClient(self.url, api_key=self.api_key) as client:
             model, _ = await first_model(client, self.model)
         exchanges = Exchanges(self.url, self.api_key)
-        target = Target(exchanges, model, self.output_tokens, self.ignore_eos, self.temperature)
+        target = BenchTarget(exchanges, model, self.output_tokens, self.ignore_eos, self.temperature)
         try:
             played = self._workloads(await text_lengths(target))
             points = await self._points(target, played)
@@ -213,14 +213,14 @@ class BenchCommand(CommandWithOptions):
             typer.echo(sweep_summary(saturation(points), highest_good(points, slo), slo))
         return Result(model, played(0, 1).source, slo, measured), errors
 
-    def _workloads(self, sizes: TextLengths) -> Callable[[int, int], Workload]:
+    def _workloads(self, sizes: TextLengths) -> Callable[[int, int], BenchWorkload]:
         """Return a function from a load's number, and its number of clients, to what is sent at it.
 
         Generated texts are different for each load; a file's conversations begin where the load before ended.
         """
         from pagemill.bench.conversations import first_requests, rotated
         from pagemill.bench.datasets import read_dataset
-        from pagemill.bench.generated import Lengths, drawn, of_generator
+        from pagemill.bench.generated import DrawnLengths, drawn, of_generator
 
         def count(clients: int) -> int:
             return max(self.requests or DEFAULT_REQUESTS, CYCLES * clients if self.sweep else 0)
@@ -233,12 +233,12 @@ class BenchCommand(CommandWithOptions):
             if self.requests is None and self.sweep is None:
                 return lambda number, clients: whole
             return lambda number, clients: first_requests(rotated(whole, number * count(clients)), count(clients))
-        lengths = Lengths(
+        lengths = DrawnLengths(
             self.prompt_tokens, self.output_tokens, self.sigma, self.turns, self.prefix_groups, self.prefix_tokens
         )
         return lambda number, clients: drawn(lengths, count(clients), self.seed + number, sizes)
 
-    async def _points(self, target: Target, played: Callable[[int, int], Workload]) -> list[Point]:
+    async def _points(self, target: BenchTarget, played: Callable[[int, int], BenchWorkload]) -> list[Point]:
         from pagemill.bench.printing import ProgressLine
         from pagemill.bench.sending import Load, run
         from pagemill.bench.sweeping import Point, sweep_clients, sweep_rates
@@ -295,21 +295,23 @@ class BenchCommand(CommandWithOptions):
         typer.echo(json.dumps({load: {each.name: each.as_json() for each in group} for load, group in found}))
 
 
-def _slo(text: str | None) -> Slo:
+def _slo(text: str | None) -> LatencyLimits:
     from pagemill.bench.conversations import BenchError
-    from pagemill.bench.samples import Slo
+    from pagemill.bench.samples import LatencyLimits
     from pagemill_protocol.resource.quantities import duration_seconds
 
     limits: dict[str, float] = {}
     for pair in (text or "").split(",") if text else ():
         name, _, duration = pair.strip().partition("=")
-        if name not in Slo.__struct_fields__:
-            raise BenchError(f"--slo {pair}: expected one of {', '.join(Slo.__struct_fields__)}, as in ttft=500ms")
+        if name not in LatencyLimits.__struct_fields__:
+            raise BenchError(
+                f"--slo {pair}: expected one of {', '.join(LatencyLimits.__struct_fields__)}, as in ttft=500ms"
+            )
         try:
             limits[name] = duration_seconds(duration)
         except ValueError as error:
             raise BenchError(f"--slo {pair}: {error}") from None
-    return Slo(**limits)
+    return LatencyLimits(**limits)
 
 
 def _check_target(url: str, allow_remote: bool) -> None:
