@@ -119,8 +119,8 @@ def test_engines_of_this_machine_are_shown_once_without_a_terminal(up: StateDir)
     result = top()
     assert result.exit_code == 0, result.output
     head, clients, _, columns, first, second = result.stdout.splitlines()
-    assert clients == "clients: 0 requests waiting in gateways"
-    assert head.startswith("`pagemill up` on this machine: 2 engines, 0 tokens/s, 2 requests wait")
+    assert clients == "clients: 0 waiting in gateways"
+    assert head.startswith("`pagemill up` on this machine: 2 engines, 0 tokens/s, 2 waiting in engines")
     assert columns.split()[:4] == ["DEPLOYMENT", "POD", "PHASE", "KV"]
     assert first.split() == ["default/sim", "sim-0", "ready", "25%", "3", "2", "0", "-", "-", "tiny"]
     assert second.split()[:3] == ["default/sim", "sim-1", "unreachable"]
@@ -176,7 +176,7 @@ def test_gateways_and_engines_without_a_node_are_shown_in_a_cluster(answers: Any
     path = "/api/v1/namespaces/pagemill-system/pods/gateway-a:9000/proxy/metrics"
     answers.by_path[path] = made.render().decode()
     shown = top("--kubeconfig", kubeconfig, "--once").stdout.splitlines()
-    assert shown[1] == "clients: 32 requests waiting in gateways"
+    assert shown[1] == "clients: 32 waiting in gateways"
     assert shown[-2].split()[:4] == ["prod/chat", "chat-a", "ready", "25%"]
     assert shown[-1].split() == ["prod/chat", "chat-c", "pending", *"------", "InsufficientGPU"]
 
@@ -215,6 +215,23 @@ def test_on_a_terminal_the_table_is_updated_until_interrupted(up: StateDir, alon
     os.close(master)
 
 
+def test_what_is_shown_once_fits_a_terminal_of_80_columns(up: StateDir, alone: Path) -> None:
+    master, slave = pty.openpty()
+    command = [sys.executable, "-m", "pagemill", "top", "--once", "--interval", "0.2"]
+    environment = {**os.environ, "COLUMNS": "80"}
+    with subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=environment) as process:
+        os.close(slave)
+        shown = b""
+        with contextlib.suppress(OSError):
+            while data := os.read(master, 4096):
+                shown += data
+        assert process.wait(WAIT_LIMIT_S) == 0
+    os.close(master)
+    lines = shown.decode().splitlines()
+    assert " sim-1 " in lines[-1]
+    assert max(map(len, lines)) <= 80
+
+
 @pytest.mark.parametrize("width", [80, 100, 200])
 def test_the_table_fits_the_terminal(width: int) -> None:
     row = PodRow(
@@ -236,4 +253,4 @@ def test_the_table_shows_what_waits_in_gateways_and_when_clients_get_their_first
     assert seen == ClientsView(32.0, 24000.0)
     assert clients_of(before, Reading("", "", 2.0, fault="refused")) is None
     shown = as_table("here", [], clients=[seen])
-    assert "clients: 32 requests waiting in gateways, first tokens after 24000 ms on average" in shown
+    assert "clients: 32 waiting in gateways, first tokens after 24000 ms on average" in shown

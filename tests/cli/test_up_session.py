@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import json
 import os
@@ -26,13 +27,16 @@ import pytest
 import yaml
 from hung_processes import hang
 from typer.testing import CliRunner
-from waiting import START_LIMIT_S, WAIT_LIMIT_S, busy_factor, wait_until
+from waiting import START_LIMIT_S, WAIT_LIMIT_S, busy_factor, eventually, wait_until
 
 from pagemill.main import app
+from pagemill.up import session as session_module
 from pagemill.up.loading import load_files
 from pagemill.up.screen import PlainScreen, TerminalScreen
 from pagemill.up.session import Session, UpRequest, run_up
 from pagemill_operator.backends.local import LocalSettings
+from pagemill_servers.auth import hash_key
+from pagemill_servers.keys.file import check_keys_file
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 Write = Callable[..., Path]
@@ -346,6 +350,51 @@ async def test_an_unexpected_error_while_serving_is_one_line_and_exit_code_1(
     assert capsys.readouterr().err == (
         "error: unexpected ValueError: no such thing; everything was stopped, start it again\n"
     )
+
+
+class RememberedWarnings(PlainScreen):
+    def __init__(self) -> None:
+        super().__init__()
+        self.warnings: list[str] = []
+
+    def warn(self, text: str) -> None:
+        self.warnings.append(text)
+
+
+async def test_each_fault_of_the_keys_file_is_shown_once_while_serving(
+    write: Write, simulated: Simulated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, good = write("sim.yaml", simulated()), f"{hash_key('sk-1')} tenant=a\n"
+    keys, screen = write("keys.txt", good), RememberedWarnings()
+    looks: list[str] = []
+
+    def check(path: Path) -> None:
+        looks.append(path.read_text() if path.exists() else "")
+        check_keys_file(path)
+
+    async def shown_after(lines: str) -> list[str]:
+        """Return the warnings while the file has these lines: after the second look, nothing is repeated."""
+        before = len(screen.warnings)
+        write("keys.new", lines).replace(keys)
+        await eventually(lambda: serving.done() or looks[-2:] == [lines, lines])
+        assert not serving.done(), serving.exception()
+        return screen.warnings[before:]
+
+    monkeypatch.setattr(session_module, "check_keys_file", check)
+    request = UpRequest([file], keep=True, started_at_s=0.0, settings=LocalSettings(port=0, api_keys_file=keys))
+    serving = asyncio.create_task(Session(request, load_files([file]).loaded, screen)._serve())
+    try:
+        (plain,) = await shown_after(good + "sk-secret\n")
+        assert await shown_after(good) == []
+        assert await shown_after(good + "sk-secret\n") == [plain]
+        (unknown,) = await shown_after(good + f"{hash_key('sk-2')} colour=red\n")
+    finally:
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+    assert plain.startswith(f"line 2 of {keys} ")
+    assert plain.endswith("; the keys known before stay in use")
+    assert "sk-secret" not in plain
+    assert "colour" in unknown
 
 
 def test_an_open_address_requires_keys(write: Write, simulated: Simulated) -> None:

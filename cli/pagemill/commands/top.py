@@ -32,6 +32,7 @@ def top(
     """Show the load of every engine, live."""
     import asyncio
     import contextlib
+    import shutil
     import sys
 
     from pagemill.printable import printable
@@ -43,7 +44,9 @@ def top(
     try:
         if once or format == "json" or not sys.stdout.isatty():
             where, rows, clients = asyncio.run(read_interval(here, context, kubeconfig, namespace, interval))
-            typer.echo(as_json(where, rows) if format == "json" else as_table(where, rows, clients=clients))
+            # Not where another program reads it: names are whole there.
+            width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+            typer.echo(as_json(where, rows) if format == "json" else as_table(where, rows, width, clients))
             return
         with contextlib.suppress(KeyboardInterrupt):
             asyncio.run(follow(here, context, kubeconfig, namespace, interval))

@@ -84,18 +84,18 @@ def as_json(where: str, rows: Sequence[PodRow]) -> str:
 
 
 def as_table(where: str, rows: Sequence[PodRow], width: int | None = None, clients: Sequence[ClientsView] = ()) -> str:
-    """Return the table; names are shortened to fit into `width` characters."""
+    """Return the table; names are shortened to fit into `width` characters, and what is still longer is cut off."""
     total = sum(row.tokens_per_s or 0.0 for row in rows)
     waiting = sum(row.waiting or 0.0 for row in rows)
     count = "1 engine" if len(rows) == 1 else f"{len(rows)} engines"
-    lines = [f"{where}: {count}, {total:.0f} tokens/s, {waiting:.0f} requests waiting in engines"]
+    lines = [f"{where}: {count}, {total:.0f} tokens/s, {waiting:.0f} waiting in engines"]
     if clients:
         ttfts = [each.ttft_ms for each in clients if each.ttft_ms is not None]
         ttft = f", first tokens after {max(ttfts):.0f} ms on average" if ttfts else ""
-        lines.append(f"clients: {sum(each.waiting for each in clients):.0f} requests waiting in gateways{ttft}")
+        lines.append(f"clients: {sum(each.waiting for each in clients):.0f} waiting in gateways{ttft}")
     lines.append("")
     lines += columns(_fitted([HEAD, *map(_cells, rows)], width))
-    return printable("\n".join(lines))
+    return printable("\n".join(_first_chars(line, width or len(line)) for line in lines))
 
 
 def _fitted(rows: list[list[str]], width: int | None) -> list[list[str]]:
@@ -109,6 +109,10 @@ def _fitted(rows: list[list[str]], width: int | None) -> list[list[str]]:
             break
         widths[at] -= 1
     return [[_last_chars(cell, most) for cell, most in zip(row, widths, strict=True)] for row in rows]
+
+
+def _first_chars(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def _last_chars(text: str, most: int) -> str:

@@ -250,9 +250,7 @@ class Session:
         files = {path.resolve() for path in self._request.files}
         folders = {path.parent for path in files}
         # Folders are watched, because editors replace a file by a new one.
-        watcher = awatch(
-            *folders, watch_filter=lambda _, path: Path(path).resolve() in files, recursive=False, raise_interrupt=False
-        )
+        watcher = awatch(*folders, watch_filter=lambda _, path: Path(path).resolve() in files, recursive=False)
         try:
             async for _ in watcher:
                 await self._apply_edit()
