@@ -35,13 +35,14 @@ def server(tmp_path: Path) -> Iterator[S3Server]:
 
 def serve(tmp_path: Path, url: str) -> None:
     """Run the page's command until it is ready, and end it."""
-    (command,) = re.findall(r"^(AWS_ENDPOINT_URL=.* pagemill serve .*)$", PAGE.read_text(), re.MULTILINE)
+    (command,) = re.findall(r"^(AWS_ENDPOINT_URL=.*pagemill serve .*)$", PAGE.read_text(), re.MULTILINE)
     port, bin_folder = free_port(), Path(sys.executable).parent
     control_port = free_port()
     variables = {"S3": url, "KEY": KEY, "SECRET": SECRET, "HOME": str(tmp_path)}
     variables["PATH"] = f"{bin_folder}{os.pathsep}{os.environ['PATH']}"
     process = subprocess.Popen(
         ["bash", "-c", f"exec env {command} --port {port} --control-port {control_port} --max-model-len 256"],
+        cwd=ROOT,
         env={**os.environ, **variables},
         stdin=subprocess.DEVNULL,
     )

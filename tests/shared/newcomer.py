@@ -109,6 +109,10 @@ class Terminal:
         self.paste(text)
         return self.until_prompt()
 
+    def forget_failures(self) -> None:
+        """Let the prompt show 0 again, after an exit status that a page explains."""
+        self.run("failed=0")
+
     def until_prompt(self) -> int:
         self.number, status = self._until_prompt(self.number)
         return status
@@ -181,6 +185,7 @@ class Newcomer:
                 NO_IS_AN_ANSWER in text and "No number of replicas" in self._asking.text[began:]
             )
             assert is_answered, f"{step.page}: exit status {status}:\n{self._asking.text[began:]}"
+            self._asking.forget_failures()
 
     def stop(self) -> None:
         """Press Ctrl-C where something is served; the last one first."""
@@ -213,6 +218,7 @@ class Newcomer:
         terminal.press("/quit\n")
         # `make` has got the Ctrl-C as well, and ends with it.
         assert terminal.until_prompt() in (0, 130, INTERRUPTED_MAKE), terminal.text[began:]
+        terminal.forget_failures()
 
     def _program(self, text: str) -> str:
         """Return the command that runs a Python program of the page, which is saved as a file."""
