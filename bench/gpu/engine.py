@@ -67,7 +67,7 @@ class Engine:
         )
         kind = float_type_of(device.dtype)
         blocks = cache_kinds(config, spec, kind, plan.num_blocks)
-        info = info.with_cache(blocks)
+        info = info.with_cache(blocks, shares_memory=True)
         counts = [0] * len(blocks.counts) if device.on_gpu else blocks.counts
         cache = DeviceKVCache(spec, counts, config.block_size, kind, ops.device, blocks.kinds)
         tables = decoder_tables(spec.decoder, info.max_model_len, weights)

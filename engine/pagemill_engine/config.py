@@ -11,6 +11,7 @@ from pagemill_models.adapters.limits import MAX_RANK
 from pagemill_models.tokenizer_files.generation_defaults import GenerationConfig, GenerationDefaults
 from pagemill_protocol.engine_ports import RENDEZVOUS_PORT
 from pagemill_protocol.report.adapters import WantedAdapter
+from pagemill_protocol.report.cache_kinds import CacheKind
 from pagemill_protocol.report.state import StepTimeParams
 from pagemill_protocol.request.answer_format import ControlTokenMode, HostedToolMode
 from pagemill_protocol.request.sampling import MAX_ANSWER_VALUES
@@ -53,6 +54,16 @@ WITH_SOURCE = ("draft", "eagle3")
 """Methods that name what drafts."""
 PROPOSER_GROUP = "pagemill.proposers"
 """Entry points of methods of other packages (`loop.speculation`)."""
+
+
+class SimulatedKinds(msgspec.Struct, frozen=True):
+    """The cache of a simulated model with windows or states."""
+
+    kinds: tuple[CacheKind, ...]
+    counts: tuple[int, ...]
+    """Blocks of each."""
+    shares_memory: bool = False
+    """Whether memory moves between the first and the last kind."""
 
 
 class StepLimits(NamedTuple):
@@ -260,6 +271,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Size of the logits for the null runner, which has no model."""
     step_time: StepTimeParams | None = None
     """Step times of the null runner; `None`: its own defaults."""
+    simulated_kinds: SimulatedKinds | None = None
+    """The cache of the null runner, in place of `num_kv_blocks`; `None`: one kind that keeps everything."""
 
     @property
     def num_ranks(self) -> int:

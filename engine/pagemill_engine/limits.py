@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from pagemill_engine.config import CPU_STEP
-from pagemill_protocol.report.cache_kinds import FULL, CacheKind, most_of_first
+from pagemill_protocol.report.cache_kinds import ANY_LENGTH, FULL, CacheKind, most_held, most_of_first
 from pagemill_protocol.request.pooling import PoolingSpec
 from pagemill_protocol.request.sampling import MAX_ANSWER_VALUES
 
@@ -54,9 +54,11 @@ class SchedulerLimits:
     @property
     def cache_tokens(self) -> int:
         """The most tokens of one request that the cache holds."""
+        step_tokens, size, first = self.max_num_batched_tokens, self.block_size, self.kinds[0]
+        if not first.keeps_all and most_held(first, 0, ANY_LENGTH, step_tokens, size) <= self.num_blocks:
+            return ANY_LENGTH
         if not self.shares_memory:
-            return self.num_blocks * self.block_size
-        step_tokens, size = self.max_num_batched_tokens, self.block_size
+            return self.num_blocks * size
         return most_of_first(self.kinds, self.blocks_of_kinds, step_tokens, size) * size
 
     @property

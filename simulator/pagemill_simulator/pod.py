@@ -15,9 +15,10 @@ from pagemill_engine.config import EngineConfig
 from pagemill_engine.executing.base import RunnerInfo
 from pagemill_engine.executing.null import DEFAULT_STEP_TIME
 from pagemill_engine.ipc.messages import StepOutputs
+from pagemill_engine.sizing.kv_sizes import CacheBlocks
 from pagemill_protocol.hashes import HASH_VERSION, NO_HASHES
 from pagemill_protocol.report.adapters import AdapterSlots
-from pagemill_protocol.report.cache_kinds import chunk_blocks, further_chunk_blocks
+from pagemill_protocol.report.cache_kinds import ONE_KIND, chunk_blocks, further_chunk_blocks
 from pagemill_protocol.report.state import Digests, EngineLoad, StateFrame
 from pagemill_protocol.report.step_time import StepTimeModel
 from pagemill_protocol.request.generate import GenerateRequest
@@ -81,7 +82,8 @@ class SimulatedPod:
             max_num_seqs=settings.step.max_num_seqs,
             prefix_chunk_blocks=chunk,
             further_chunk_blocks=further_chunk_blocks(info.kinds, chunk),
-            load=EngineLoad(num_kv_bytes_total=info.num_blocks),
+            kinds=[] if info.kinds == ONE_KIND else list(info.kinds),
+            load=EngineLoad(num_kv_bytes_total=CacheBlocks(info.kinds, info.blocks_of_kinds).num_bytes),
             start_s=start_s or {},
         )
 

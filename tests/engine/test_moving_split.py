@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -233,6 +234,16 @@ def test_a_request_may_be_as_long_as_all_memory_allows() -> None:
     row = Row("r", list(range(68)))
     kv.start(row, kv.match(row))
     compute(kv, row)
+
+
+@pytest.mark.parametrize("kind", [WINDOW, CacheKind("state", state=True)], ids=["window", "state"])
+def test_a_cache_without_a_kind_that_keeps_all_limits_no_request(kind: CacheKind) -> None:
+    limits = SchedulerLimits(
+        num_blocks=9, block_size=4, max_model_len=999, vocab_size=9, kinds=(kind,), max_num_batched_tokens=8
+    )
+    assert limits.max_total_tokens == 999
+    narrow = replace(limits, kinds=(CacheKind("wide", 99),))
+    assert narrow.max_total_tokens == 9 * 4 + 1, "not even one window fits"
 
 
 def test_a_state_is_worth_nothing_once_the_keys_and_values_before_it_are_evicted() -> None:

@@ -7,10 +7,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from pagemill_engine.config import EngineConfig
+from pagemill_engine.config import EngineConfig, SimulatedKinds
 from pagemill_engine.executing.null import NullRunner, StepPlanError
+from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.scheduler.step import AdmittedSequence, HeldBlocks, StepPlan, TableChanges
+from pagemill_protocol.report.cache_kinds import CacheKind
 from pagemill_protocol.report.state import StepTimeParams
+from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_protocol.request.sampling import SamplingParams
 
 STEP_TIME = StepTimeParams(knots_tokens=[1, 100], knot_ms=[10.0, 109.0], decode_context_ms=0.5)
@@ -155,3 +158,25 @@ def test_a_step_waits_in_each_stage_for_the_one_before_it() -> None:
     assert clock.now_s == pytest.approx(0.07)
     runner.wait(following)  # 60 to 70 in the first stage
     assert clock.now_s == pytest.approx(0.08)
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_a_prompt_is_computed_where_a_window_has_room_for_one_of_its_chunks_and_not_two(caching: bool) -> None:
+    """The next chunk waits until the one in flight was read: then what its tokens have passed is free."""
+    kinds = CacheKind(block_bytes=2), CacheKind("window", 40, block_bytes=3)
+    config = EngineConfig(
+        model="m",
+        null_runner=True,
+        simulated_kinds=SimulatedKinds(kinds, (400, 40)),
+        max_num_batched_tokens=512,
+        enable_prefix_caching=caching,
+        overlap=True,
+    )
+    core = EngineCore(config, NullRunner.from_config(config, sleep=lambda seconds: None))
+    params = SamplingParams(max_tokens=5, ignore_eos=True)
+    core.add(GenerateRequest(request_id="r", model="m", prompt_token_ids=[1] * 1100, sampling=params))
+    for _ in range(10):
+        core.step()
+        core.check_integrity()
+    assert not core.has_work
+    assert core.scheduler.num_preemptions == 0

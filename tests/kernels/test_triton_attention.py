@@ -169,6 +169,22 @@ def test_a_quantized_cache_is_read(
     close(triton_launch.paged_attention(query, cache.to(DEVICE), plan, 0.2, soft_cap), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, *CODE_TYPES])
+def test_blocks_may_lie_any_stride_apart(dtype: torch.dtype) -> None:
+    """As those of one layer do in an arena of several."""
+    batch = batch_of(BATCHES["mixed"], 2, 32)
+    cache = (cache_of_codes(dtype, 2, 32) if dtype in storage.LARGEST_CODES else random(NUM_BLOCKS, 4, 16, 32)).to(
+        DEVICE
+    )
+    memory = torch.full((NUM_BLOCKS, cache[0].numel() + 48), 99.0, device=DEVICE).to(dtype)
+    apart = memory[:, 16:-32].view(cache.shape)
+    apart.copy_(cache)
+    query = random(int(batch.query_start_loc[-1]), 4, 32, seed=1)
+    plan = triton_launch.plan_attention(batch, None, torch.float32, DEVICE)
+    together, found = (triton_launch.paged_attention(query, each, plan, 0.2) for each in (cache, apart))
+    assert torch.equal(found, together)
+
+
 @pytest.mark.parametrize("dtype", CODE_TYPES)
 def test_a_long_context_of_a_quantized_cache_is_split_too(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_launch, "choose_splits", lambda num_programs: 4)

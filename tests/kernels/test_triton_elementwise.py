@@ -184,6 +184,22 @@ def test_slots_beyond_the_2_31st_element_are_written(dtype: torch.dtype, tmp_pat
     assert bool(near.view(torch.uint8).any())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, *CODE_TYPES])
+def test_blocks_of_a_cache_may_lie_any_stride_apart(dtype: torch.dtype) -> None:
+    """As those of one layer do in an arena of several. What lies between them stays."""
+    x, cos, sin, slots = rotated(5, 4, 2, 32, torch.float32)
+    shape = (NUM_BLOCKS, 4, BLOCK_SIZE, storage.token_width(dtype, 32))
+    cache = torch.zeros(shape, dtype=dtype, device=DEVICE)
+    memory = torch.zeros(NUM_BLOCKS, cache[0].numel() + 48, dtype=dtype, device=DEVICE)
+    apart = memory[:, 16:-32].view(shape)
+    for each in (cache, apart):
+        rope.rope_and_store(x.clone(), 4, cos, sin, each, slots)
+    assert torch.equal(apart.contiguous().view(torch.uint8), cache.view(torch.uint8))
+    assert bool(cache.view(torch.uint8).any())
+    apart.zero_()
+    assert not bool(memory.view(torch.uint8).any())
+
+
 def test_a_cache_of_another_shape_is_refused_by_name() -> None:
     x, cos, sin, slots = rotated(3, 4, 2, 32, torch.float32)
     with pytest.raises(ValueError, match="cache is"):

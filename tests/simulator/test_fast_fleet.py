@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from examples import num_examples
-from pagemill_engine.config import EngineConfig
+from pagemill_engine.config import EngineConfig, SimulatedKinds
 from pagemill_operator.autoscaler.settings import ScalingSettings, Slo
+from pagemill_protocol.report.cache_kinds import CacheKind
 from pagemill_protocol.report.state import StepTimeParams
 from pagemill_protocol.resource.served import QueueLimits
 from pagemill_simulator.fleet.fleet import simulate_fleet
@@ -34,6 +35,9 @@ STEP_TIME = StepTimeParams(
 ENGINE = EngineConfig(model="sim", num_kv_blocks=4000, max_model_len=16384, step_time=STEP_TIME)
 SEATED = msgspec.structs.replace(ENGINE, max_num_seqs=4)
 SMALL = msgspec.structs.replace(ENGINE, num_kv_blocks=700, max_model_len=8000)
+WINDOWED = msgspec.structs.replace(
+    ENGINE, simulated_kinds=SimulatedKinds((CacheKind(), CacheKind("window", 256)), (4000, 600), shares_memory=True)
+)
 COLD_START = ColdStart(schedule_s=0.5, pull_s=1.0, load_s=4.0, warm_s=0.5)
 CLOSE = 0.03
 """The maximum relative error of fast-forward."""
@@ -116,6 +120,7 @@ def measures(outcomes: list[FleetOutcome]) -> dict[str, float]:
 CASES: dict[str, tuple[list[Workload], FleetSettings, Callable[[], FleetScaler]]] = {
     "independent requests": ([traffic(120, 12.0, 2)], fleet(3, 3), partial(fixed, 3)),
     "sessions": ([sessions(50, 4.0, 1)], fleet(3, 3), partial(fixed, 3)),
+    "sessions with windows": ([sessions(50, 4.0, 1)], fleet(3, 3, engine=WINDOWED), partial(fixed, 3)),
     "few seats": ([traffic(60, 12.0, 3)], fleet(2, 2, engine=SEATED), partial(fixed, 2)),
     "more than caches hold": (
         [traffic(80, 14.0, seed) for seed in range(4)],

@@ -68,7 +68,7 @@ def test_blocks_that_decodes_need_are_counted_like_single_ones(
     assert [kv.needed_at(step + ahead) for ahead in range(num_steps)] == needs
     assert kv.needed_by(step, num_steps, len(rows)) == sum(needs)
     fitting = max(count for count in range(num_steps + 1) if sum(needs[:count]) <= num_free)
-    assert kv.steps_until_full(step, len(rows), num_steps) == fitting
+    assert kv.steps_until_full(step, len(rows), num_steps, kv.num_free) == fitting
     for num_computed_tokens in rows:
         kv.watch(step, num_computed_tokens, -1)
     assert kv.needed_by(step, num_steps, 0) == 0

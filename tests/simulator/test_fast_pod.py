@@ -11,7 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from examples import num_examples
-from pagemill_engine.config import EngineConfig
+from pagemill_engine.config import EngineConfig, SimulatedKinds
+from pagemill_protocol.report.cache_kinds import CacheKind
 from pagemill_protocol.report.state import StepTimeParams
 from pagemill_simulator.engine import EngineSimulation
 from pagemill_simulator.fleet.engines.fast_pod import FastPod
@@ -141,6 +142,68 @@ def test_any_small_workload_takes_the_same_time_as_with_the_scheduler(
         enable_prefix_caching=caches,
     )
     assert_same(trace, engine)
+
+
+FULL, WINDOW = CacheKind(block_bytes=2), CacheKind("window", 40, block_bytes=3)
+STATE = CacheKind("state", state=True, block_bytes=5)
+MIXES = [(FULL, WINDOW), (WINDOW,), (FULL, STATE), (STATE,), (FULL, CacheKind("long window", 100), WINDOW)]
+
+
+@settings(max_examples=num_examples(100), deadline=None)
+@given(
+    drawn=st.lists(requests, min_size=1, max_size=20),
+    kinds=st.sampled_from(MIXES),
+    size=st.sampled_from([1, 2, 10]),
+    max_num_seqs=st.sampled_from([1, 3, 32]),
+    budget=st.sampled_from([32, 64, 250]),
+    overlap=st.booleans(),
+    moves=st.booleans(),
+)
+def test_rows_hold_of_windows_and_states_what_the_real_cache_holds(
+    drawn: list[tuple[float, int, int, int]],
+    kinds: tuple[CacheKind, ...],
+    size: int,
+    max_num_seqs: int,
+    budget: int,
+    overlap: bool,
+    moves: bool,
+) -> None:
+    """Without a prefix cache every start, wait and preemption is the same, also where memory moves between kinds."""
+    now, trace = 0.0, []
+    for gap_s, num_prompt_tokens, num_output_tokens, priority in drawn:
+        now += gap_s
+        trace.append(SimRequest(now, min(num_prompt_tokens, 450), num_output_tokens, priority=priority))
+    fewest = {"full": 60, "long window": 40, "window": 30, "state": 6}
+    cache = SimulatedKinds(kinds, tuple(size * fewest[kind.name] for kind in kinds), moves)
+    engine = config(
+        simulated_kinds=cache,
+        max_model_len=600,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget,
+        overlap=overlap,
+        enable_prefix_caching=False,
+    )
+    pod = assert_same(trace, engine)
+    assert not any(each.active for each in pod.further.load())
+
+
+@pytest.mark.parametrize("further", [WINDOW, STATE], ids=["window", "state"])
+def test_a_turn_resumes_only_where_windows_and_states_are_cached(further: CacheKind) -> None:
+    cache = SimulatedKinds((FULL, further), (400, 70 if further is WINDOW else 3))
+    pod = FastPod(EngineSimulation([], config(simulated_kinds=cache)).core.scheduler.limits, StepTimes(STEP_TIME, 512))
+    rows = [
+        FastSequence(4.0 * number, 1000 + 30 * number, 5, session) for number, session in enumerate([7, 7, 8, 9, 7])
+    ]
+    for row in rows:
+        pod.advance(row.arrival_s)
+        pod.add(row, row.arrival_s)
+        pod.advance(row.arrival_s + 3.9)
+        if row is rows[1]:
+            for other in range(20, 40):  # others need all of the window, or all states
+                evicting = FastSequence(row.arrival_s + 3.9, 60, 1, other)
+                pod.add(evicting, evicting.arrival_s)
+    assert [row.num_cached_tokens for row in rows] == [0, 992, 0, 0, 0]
+    assert pod.kv.num_cached_of(7) > 0
 
 
 @settings(max_examples=num_examples(60), deadline=None)

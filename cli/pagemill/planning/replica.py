@@ -259,7 +259,9 @@ def _on_accelerator(
         fit_from = f"computed from a data sheet, not measured: {accelerator.source}"
     memory = placement.memory
     cache = _divided(config, header.spec, memory.num_blocks, sizes)
-    replica = _replica(config, header.spec, sizes, memory, fit, accelerator.name, fit_from, cache)
+    replica = _replica(
+        config, header.spec, sizes, memory, fit, accelerator.name, fit_from, cache, shares_memory=not ranks
+    )
     return _holding(replica, cache, length)._replace(
         overlaps=config.overlap is not False or config.pipeline_parallel_size > 1,
         ranks=ranks,
@@ -319,7 +321,7 @@ def _replica(
     *,
     shares_memory: bool = False,
 ) -> PlannedReplica:
-    """Return the replica. `cache`: limits the tokens of one request. `shares_memory`: as on CPUs."""
+    """Return the replica. `cache`: limits the tokens of one request. `shares_memory`: whether its kinds do."""
     from pagemill_engine.sizing.kv_sizes import max_model_len_for
 
     shape = Shape(memory.num_blocks, config.block_size, *config.step, fit)

@@ -76,9 +76,15 @@ class RunnerInfo(NamedTuple):
     def blocks_of_kinds(self) -> tuple[int, ...]:
         return self.kind_blocks or (self.num_blocks,)
 
-    def with_cache(self, cache: CacheBlocks) -> RunnerInfo:
+    def with_cache(self, cache: CacheBlocks, *, shares_memory: bool = False) -> RunnerInfo:
+        """Return the properties with this cache. `shares_memory`: whether its kinds, if there are several, do."""
         counts = cache.counts if len(cache.counts) > 1 else ()
-        return self._replace(num_blocks=cache.counts[0], kinds=cache.kinds, kind_blocks=counts)
+        return self._replace(
+            num_blocks=cache.counts[0],
+            kinds=cache.kinds,
+            kind_blocks=counts,
+            shares_memory=shares_memory and len(counts) > 1,
+        )
 
 
 class Runner(Sleeps, Protocol):

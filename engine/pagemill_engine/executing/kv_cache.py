@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagemill_engine.decoders.step_model import LayerCache, StateArrays
-from pagemill_engine.kv.split import end_of_ids
+from pagemill_engine.kv.split import arena_of
 from pagemill_engine.sizing.kv_sizes import too_large
 from pagemill_engine.sizing.memory import memory_limit
 from pagemill_kernels import arrays
@@ -131,7 +131,7 @@ class KVCache:
         try:
             pools = [_lazy_zeros((count + 1, width)) for count, width in zip(self._counts, widths, strict=True)]
             if self._shares_memory:
-                pools[0], pools[-1] = self._shared(widths[0], widths[-1])
+                pools[0], pools[-1] = self._shared()
             pools = [pool.view(dtype) for pool, dtype in zip(pools, dtypes, strict=True)]
             self.of_kinds = [KindBlocks(*each) for each in zip(pools, shapes, self._types, strict=True)]
             logs = {layer: self._logs_of(each) for layer, each in self._states.items()}
@@ -153,15 +153,13 @@ class KVCache:
         log, inputs = (each.reshape(self._max_rows, *shape) for each, shape in zip(values, shapes, strict=True))
         return log, inputs
 
-    def _shared(self, low: int, high: int) -> tuple[Array, Array]:
-        """Return the blocks of the first and the last kind, of `low` and `high` bytes, in one arena (`kv.split`).
-        Their padding blocks are behind it."""
-        size = self._counts[0] * low + self._counts[-1] * high
-        end = end_of_ids(self.cache_kinds, self._counts)
-        padding = -(-(size + high) // low)
-        arena = _lazy_zeros(((padding + 1) * low,))
-        start = size - end * high
-        return arena.reshape(-1, low), arena[start : size + high].reshape(end + 1, high)
+    def _shared(self) -> tuple[Array, Array]:
+        """Return the blocks of the first and the last kind, which are in one arena (`kv.split`)."""
+        low, high = self.cache_kinds[0].block_bytes, self.cache_kinds[-1].block_bytes
+        arena = arena_of(self.cache_kinds, self._counts)
+        memory = _lazy_zeros((arena.num_bytes,))
+        last = (arena.padding_blocks[1] + 1) * high
+        return memory.reshape(-1, low), memory[arena.start : arena.start + last].reshape(-1, high)
 
     def release(self) -> None:
         """Return all of its memory to the machine."""

@@ -18,6 +18,7 @@ from typing import NamedTuple
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.executing.base import RunnerInfo
 from pagemill_engine.scheduler.step import AdmittedSequence, PromptTargets, StepPlan, StepResult, TokenLogprobs
+from pagemill_engine.sizing.kv_sizes import CacheBlocks
 from pagemill_protocol.report.state import StepTimeParams
 from pagemill_protocol.report.step_time import StepTimeModel
 
@@ -36,6 +37,10 @@ _MASK = (1 << 64) - 1
 
 class StepPlanError(RuntimeError):
     """The plan breaks the contract between scheduler and runner."""
+
+
+NO_BLOCK = -1
+"""Stands in a table before the first block that a window needs."""
 
 
 class NullHandle(NamedTuple):
@@ -86,7 +91,8 @@ class NullRunner:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> NullRunner:
-        num_blocks = config.num_kv_blocks or DEFAULT_NUM_BLOCKS
+        cache = config.simulated_kinds
+        num_blocks = cache.counts[0] if cache is not None else config.num_kv_blocks or DEFAULT_NUM_BLOCKS
         info = RunnerInfo(
             num_blocks=num_blocks,
             block_size=config.block_size,
@@ -103,6 +109,9 @@ class NullRunner:
             serves_adapters=serves_adapters,
             stages=config.pipeline_parallel_size,
         )
+        if cache is not None:
+            blocks = CacheBlocks(cache.kinds, cache.counts)
+            info = info.with_cache(blocks, shares_memory=cache.shares_memory)
         return cls(info, config.step_time or DEFAULT_STEP_TIME, clock=clock, sleep=sleep)
 
     @property
@@ -148,17 +157,17 @@ class NullRunner:
             self._with_logprobs.discard(name)
         for admitted in plan.admitted:
             self._admit(admitted)
-        for changes in plan.tables:
+        for changes in plan.tables[:1]:  # the kinds behind the first have the same tokens
             for name, block_ids in changes.appended.items():
                 self._known(name).block_ids += block_ids
-            for name, index, block_id in changes.placed:
+            for name, index, block_id in changes.placed if not self._info.kinds[0].state else ():
                 self._known(name).block_ids[index] = block_id
 
     def _admit(self, admitted: AdmittedSequence) -> None:
         if admitted.request_id in self._rows:
             raise StepPlanError(f"{admitted.request_id} is admitted twice")
         self._rows[admitted.request_id] = _Row(
-            block_ids=list(admitted.tables[0].block_ids),
+            block_ids=[NO_BLOCK] * admitted.tables[0].first + list(admitted.tables[0].block_ids),
             num_tokens=len(admitted.token_ids),
             num_prompt_tokens=admitted.num_prompt_tokens,
             num_computed_tokens=admitted.num_computed_tokens,
@@ -175,13 +184,13 @@ class NullRunner:
         One loop without calls: simulations spend much of their time here.
         """
         rows, samples, block_size, vocab_size = self._rows, plan.samples, self._info.block_size, self._info.vocab_size
-        token_ids, proposals = {}, plan.proposals
+        token_ids, proposals, has_vectors = {}, plan.proposals, not self._info.kinds[0].state
         for name, num_tokens in plan.num_scheduled_tokens.items():
             row = rows.get(name)
             if row is None:
                 raise StepPlanError(f"{name} is scheduled and was never admitted")
             row.num_computed_tokens = num_computed_tokens = row.num_computed_tokens + num_tokens
-            if num_computed_tokens > len(row.block_ids) * block_size:
+            if num_computed_tokens > len(row.block_ids) * block_size and has_vectors:
                 raise StepPlanError(f"{name} has too few blocks for {num_computed_tokens} tokens")
             num_known, is_sampled = row.num_tokens, name in samples
             if proposals and name in proposals:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from pagemill_engine.kv.block_pool import Block, BlockPool
 from pagemill_engine.kv.prefix_cache import PrefixCache
@@ -24,6 +24,16 @@ class KindCache:
         self.prefixes = PrefixCache(block_size, prefix_chunk_blocks)
         self.pool = BlockPool(num_blocks, on_evict=self.prefixes.remove, end=end, worth=worth)
         self.watermark = watermark_blocks(num_blocks)
+
+    def cached_again(self, block_hashes: Sequence[bytes], indices: range) -> list[Block] | None:
+        """Return the blocks that a sequence with these hashes has dropped, or None if one is not cached any more."""
+        found = []
+        for index in indices:
+            block = self.prefixes.get(block_hashes[index]) if index < len(block_hashes) else None
+            if block is None:
+                return None
+            found.append(block)
+        return found
 
     def forget(self, blocks: Iterable[Block]) -> None:
         """Remove the blocks' content from the prefix cache."""

@@ -38,9 +38,18 @@ from pagemill_engine.kv.tables import (
     Match,
     Needs,
     StateTable,
+    misuse_error,
 )
 from pagemill_protocol import hashes
-from pagemill_protocol.report.cache_kinds import FULL, CacheKind, chunk_blocks, first_needed, longest_match, most_held
+from pagemill_protocol.report.cache_kinds import (
+    FULL,
+    CacheKind,
+    chunk_blocks,
+    first_needed,
+    further_chunk_blocks,
+    longest_match,
+    most_held,
+)
 
 
 class CacheManager:
@@ -64,7 +73,7 @@ class CacheManager:
         moves = shares_memory and len(self.kinds) > 1
         ends = [*[None] * (len(self.kinds) - 1), end_of_ids(self.kinds, counts) if moves else None]
         worth = block_size / max(1, self.kinds[0].block_bytes)
-        chunks = [chunk, *[1] * (len(self.kinds) - 1)]
+        chunks = [chunk, *[further_chunk_blocks(kinds, chunk) or chunk] * (len(self.kinds) - 1)]
         each_of = zip(kinds, counts, ends, chunks, strict=True)
         self.caches = [KindCache(*own, block_size, worth) for own in each_of]
         if chunk > 1:
@@ -235,7 +244,7 @@ class CacheManager:
         shared = []
         for own in table.of_kinds:
             first = first_needed(own.cache.kind, num_tokens, self.block_size)
-            before = _cached_again(own.cache, parent, range(first, min(own.first, end)))
+            before = own.cache.cached_again(parent.block_hashes, range(first, min(own.first, end)))
             if before is None:
                 return 0
             held = own.blocks[max(0, first - own.first) : max(0, end - own.first)]
@@ -263,7 +272,7 @@ class CacheManager:
         num_tokens = table.state.boundary * self.block_size
         for own, dropped in zip(table.of_kinds, self._dropped, strict=False):
             first = first_needed(own.cache.kind, num_tokens, self.block_size)
-            before = _cached_again(own.cache, sequence, range(first, own.first))
+            before = own.cache.cached_again(sequence.block_hashes, range(first, own.first))
             if before is None:
                 self.free(sequence)
                 return
@@ -286,7 +295,7 @@ class CacheManager:
         end = start + num_tokens
         num_known = len(sequence.token_ids) + sequence.num_pending_tokens
         if table.num_open_tokens or not start < end <= num_known + num_proposed:
-            raise _misuse_error(table, num_tokens)
+            raise misuse_error(table, num_tokens)
         size = self.block_size
         if table.tail_is_own and end % size and end <= table.end * size:
             # Nearly every decode: the token goes into the sequence's own last blocks and does not fill them.
@@ -341,6 +350,15 @@ class CacheManager:
             return False
         least, _ = self.states.needs_to_fold(table.state, sequence.num_computed_tokens + num_tokens, sequence)
         return least > self.caches[-1].pool.num_free
+
+    def fits_once_read(self, sequence: CachedSequence, num_tokens: int) -> bool:
+        """Whether `num_tokens` tokens may not fit only because steps in flight were not read: the sequence then drops
+        blocks that their tokens have passed."""
+        table, size, end = self.tables[sequence.request_id], self.block_size, sequence.num_computed_tokens
+        passed = [first_needed(own.cache.kind, end, size) > own.first for own in table.of_kinds]
+        num_new = -(-(end + num_tokens) // size) - table.end
+        needs = [num_new] * len(passed) + [0] * (len(self.caches) - len(passed))
+        return any(passed) and not self.split.make_room(needs, takes=False)
 
     def launch(self, request_ids: Collection[str]) -> None:
         """Mark the open writes of these sequences as launched: later steps may build on them."""
@@ -577,23 +595,3 @@ def _append(own: KindTable, num_new: int, copied: int | None) -> KindAllocation:
     pool.release((source,))
     own.blocks += fresh
     return KindAllocation([block.block_id for block in fresh], (copied, source_id, copy.block_id))
-
-
-def _cached_again(cache: KindCache, sequence: CachedSequence, indices: range) -> list[Block] | None:
-    """Return the blocks that a sequence has dropped, or None if one of them is not cached any more."""
-    found = []
-    for index in indices:
-        known = sequence.block_hashes
-        block = cache.prefixes.get(known[index]) if index < len(known) else None
-        if block is None:
-            return None
-        found.append(block)
-    return found
-
-
-def _misuse_error(table: BlockTable, num_tokens: int) -> KVCacheError:
-    sequence = table.sequence
-    if table.num_open_tokens:
-        return KVCacheError(f"{sequence.request_id} is already being written by a step")
-    due = len(sequence.token_ids) + sequence.num_pending_tokens - sequence.num_computed_tokens
-    return KVCacheError(f"{sequence.request_id}: {num_tokens} tokens asked for, {due} are due")

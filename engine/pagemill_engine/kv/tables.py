@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from pagemill_engine.kv.block_pool import Block
+from pagemill_engine.kv.block_pool import Block, KVCacheError
 from pagemill_engine.kv.kind_cache import KindCache
 from pagemill_protocol.report.cache_kinds import CacheKind
 
@@ -184,3 +184,12 @@ class KVUsage(NamedTuple):
     def waste(self) -> float:
         """Share of allocated slots that contain no token."""
         return 1 - self.used_slots / self.allocated_slots if self.allocated_slots else 0.0
+
+
+def misuse_error(table: BlockTable, num_tokens: int) -> KVCacheError:
+    """Return the error of a write of `num_tokens` tokens that is already open or not due."""
+    sequence = table.sequence
+    if table.num_open_tokens:
+        return KVCacheError(f"{sequence.request_id} is already being written by a step")
+    due = len(sequence.token_ids) + sequence.num_pending_tokens - sequence.num_computed_tokens
+    return KVCacheError(f"{sequence.request_id}: {num_tokens} tokens asked for, {due} are due")

@@ -275,6 +275,8 @@ class Scheduler:
 
     def _continue(self, seq: Sequence, step: StepBuilder) -> None:
         num_tokens = min(seq.num_due_tokens, step.budget)
+        if self._in_flight and self._running.last_except(None) is seq and self.kv.fits_once_read(seq, num_tokens):
+            return  # it would be preempted, start over, and come to the same point
         needs = self.kv.needs_to_finish(seq)
         allocation = self._allocate(seq, num_tokens, step)
         if allocation is None:

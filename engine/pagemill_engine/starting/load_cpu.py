@@ -57,8 +57,8 @@ def _runner(files: ModelFiles, prepared: PreparedModel) -> Runner:
     model = _native(prepared, spec, max_model_len) if compute.is_native else _torch(files, prepared, max_model_len)
     trim_heap()
     files.progress("allocating", describe_cache(cache, config.block_size, compute.kv_dtype))
-    info = runner_info(prepared, spec, max_model_len, model.num_bytes, "cpu").with_cache(cache)
-    info = info._replace(shares_memory=shares_memory)
+    info = runner_info(prepared, spec, max_model_len, model.num_bytes, "cpu")
+    info = info.with_cache(cache, shares_memory=shares_memory)
     kv_type = compute.kv_dtype
     max_rows = config.step.max_num_seqs
     kv_cache = KVCache(

@@ -59,11 +59,12 @@ def _load(files: ModelFiles, compute: Compute) -> Runner:
         trim_heap()
         num_blocks = ANY_NUMBER if compiles else prepared.num_blocks
         cache = cache_kinds(config, spec, compute.kv_dtype, num_blocks)
-        max_model_len = max_model_len_for(config, spec, cache)
+        max_model_len = max_model_len_for(config, spec, cache, shares_memory=True)
         tables = decoder_tables(spec.decoder, max_model_len, prepared.weights)
     if not compiles:
         files.progress("allocating", describe_cache(cache, config.block_size, compute.kv_dtype))
-    info = runner_info(prepared, spec, max_model_len, weight_bytes(model), ops.device.type).with_cache(cache)
+    info = runner_info(prepared, spec, max_model_len, weight_bytes(model), ops.device.type)
+    info = info.with_cache(cache, shares_memory=True)
     counts = (0,) * len(cache.counts) if compiles else cache.counts
     kv_cache = DeviceKVCache(spec, counts, config.block_size, compute.kv_dtype, ops.device, cache.kinds)
     rotations = DeviceRotations(tables, dtype, ops.device)

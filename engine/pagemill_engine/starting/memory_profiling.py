@@ -65,8 +65,9 @@ def profile_memory(
     measured = MeasuredMemory(meter.free_bytes(), step_bytes, graph_bytes)
     num_blocks, budget = plan_measured(config, spec, sizes, before, measured)
     cache = cache_kinds(config, spec, runner.kv_cache.kind, num_blocks)
-    max_model_len = min(runner.info.max_model_len, max_model_len_for(config, spec, cache))
-    runner.resize_cache(runner.info.with_cache(cache)._replace(max_model_len=max_model_len, memory=budget))
+    longest = max_model_len_for(config, spec, cache, shares_memory=True)
+    info = runner.info.with_cache(cache, shares_memory=True)
+    runner.resize_cache(info._replace(max_model_len=min(info.max_model_len, longest), memory=budget))
     # Memory that was measured in pieces must also be available in one step.
     run_largest(runner, config)
 

@@ -163,3 +163,13 @@ def check_contiguous(operation: str, **tensors: Tensor) -> None:
     for name, tensor in tensors.items():
         if not tensor.is_contiguous():
             raise ValueError(f"{operation}: {name} has strides {list(tensor.stride())}; it must be contiguous")
+
+
+def check_blocks(operation: str, cache: Tensor) -> None:
+    """Check that each block of a layer's cache, [blocks, heads, block_size, width], is contiguous."""
+    _, _, block_size, width = cache.shape
+    if cache.stride()[1:] != (block_size * width, width, 1):
+        raise ValueError(
+            f"{operation}: cache has strides {list(cache.stride())} and shape {list(cache.shape)}; each block must be "
+            "contiguous"
+        )

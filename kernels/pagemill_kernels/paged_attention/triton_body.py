@@ -108,6 +108,7 @@ def attend(
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     TILE: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
@@ -206,7 +207,7 @@ def attend(
     block_id = tl.load(table_row + slot // BLOCK_SIZE)
     for tile in tl.range(begin, end, TILE):
         key_position = tile + keys_of_tile
-        part = (block_id.to(tl.int64) * (2 * NUM_KV_HEADS) + kv_head) * PART
+        part = block_id.to(tl.int64) * BLOCK_STRIDE + kv_head * PART
         vectors = cache_ptr + part + slot % BLOCK_SIZE * SIZE
         keys = tl.trans(load_vectors(vectors, columns, SIZE, PADDED))
         values = load_vectors(vectors + NUM_KV_HEADS * PART, columns, SIZE, PADDED)

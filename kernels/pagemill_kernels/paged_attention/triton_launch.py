@@ -235,6 +235,7 @@ def _attend(
     _, num_heads, head_dim = query.shape
     num_kv_heads = cache.shape[1] // 2
     has_codes = cache.dtype in LARGEST_CODES
+    flat = cache[0].flatten() if has_codes else cache  # of another type: only the address counts
     triton_body.attend[(parts.q_blocks, num_kv_heads, parts.num_splits)](
         num_requests=len(plan.seq_lens),
         few_tokens=few_tokens,
@@ -243,8 +244,8 @@ def _attend(
         soft_cap=extras.soft_cap or 0.0,
         query_ptr=query,
         query_stride=query.stride(0),
-        cache_ptr=cache.flatten().view(torch.int16) if has_codes else cache,
-        cache_scales_ptr=cache.flatten().view(torch.float32) if has_codes else cache,
+        cache_ptr=flat.view(torch.int16) if has_codes else cache,
+        cache_scales_ptr=flat.view(torch.float32) if has_codes else cache,
         table_ptr=plan.block_tables,
         table_stride=plan.block_tables.stride(0),
         query_start_ptr=plan.query_start_loc,
@@ -259,6 +260,7 @@ def _attend(
         HEAD_DIM=head_dim,
         PADDED_DIM=triton.next_power_of_2(head_dim),
         BLOCK_SIZE=plan.block_size,
+        BLOCK_STRIDE=cache.stride(0) // 2 if has_codes else cache.stride(0),
         BLOCK_M=tiles.block_m,
         TILE=tiles.tile,
         NUM_SPLITS=parts.num_splits,
@@ -285,7 +287,7 @@ def precision(dtype: torch.dtype) -> str:
 def _check(query: Tensor, cache: Tensor, plan: TritonPlan, **by_head: Tensor | None) -> None:
     num_tokens, num_heads, head_dim = query.shape
     launch.check_floats("paged attention", query=query)
-    launch.check_contiguous("paged attention", cache=cache)
+    launch.check_blocks("paged attention", cache)
     if cache.dtype not in LARGEST_CODES:
         launch.check_floats("paged attention", query=query, cache=cache)
     num_kv_heads = cache.shape[1] // 2

@@ -29,6 +29,7 @@ def rope_and_store(
     HEADS_PER_PROGRAM: tl.constexpr,
     HAS_NORMS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
     HAS_CODES: tl.constexpr,
     LARGEST: tl.constexpr,
     IS_FP8: tl.constexpr,
@@ -65,7 +66,7 @@ def rope_and_store(
     slot = tl.load(slots_ptr + token)
     stored = mask & (head >= NUM_HEADS)[:, None]
     PART: tl.constexpr = BLOCK_SIZE * (HEAD_DIM + 4) if HAS_CODES else BLOCK_SIZE * HEAD_DIM
-    part = (slot // BLOCK_SIZE * (2 * NUM_KV_HEADS) + (head - NUM_HEADS)) * PART
+    part = slot // BLOCK_SIZE * BLOCK_STRIDE + (head - NUM_HEADS) * PART
     to = cache_ptr + (part + slot % BLOCK_SIZE * HEAD_DIM)[:, None] + dims[None, :]
     if HAS_CODES:
         largest = tl.maximum(tl.max(tl.abs(rotated_first), 1), tl.max(tl.abs(rotated_second), 1))

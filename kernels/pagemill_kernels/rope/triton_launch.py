@@ -19,8 +19,8 @@ def rope_and_store(heads: Tensor, num_heads: int, cos: Tensor, sin: Tensor, cach
     """Rotate queries and keys in place, then write keys and values into the cache.
 
     heads: [tokens, num_heads + 2 * num_kv_heads, head_dim], contiguous. cos, sin: [tokens, 1, head_dim / 2],
-    contiguous. cache: one layer's, of any type of `kv_store.storage`. slots: int64 [tokens], block id * block_size +
-    offset.
+    contiguous. cache: one layer's, each block contiguous, of any type of `kv_store.storage`. slots: int64 [tokens],
+    block id * block_size + offset.
     """
     _launch(heads, num_heads, None, cos, sin, cache, slots)
 
@@ -52,7 +52,7 @@ def _launch(
         cos_ptr=cos,
         sin_ptr=sin,
         cache_ptr=cache,
-        cache_scales_ptr=cache.flatten().view(torch.float32) if has_codes else cache,
+        cache_scales_ptr=cache[0].flatten().view(torch.float32) if has_codes else cache,
         slots_ptr=slots,
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
@@ -61,6 +61,7 @@ def _launch(
         HEADS_PER_PROGRAM=heads_per_program,
         HAS_NORMS=norms is not None,
         BLOCK_SIZE=cache.shape[2],
+        BLOCK_STRIDE=cache.stride(0),
         HAS_CODES=has_codes,
         LARGEST=LARGEST_CODES.get(cache.dtype, 0.0),
         IS_FP8=cache.dtype == torch.float8_e4m3fn,
@@ -89,7 +90,8 @@ def _check(heads: Tensor, num_heads: int, cos: Tensor, sin: Tensor, cache: Tenso
     num_tokens, width, head_dim = heads.shape
     floats = {} if cache.dtype in LARGEST_CODES else {"cache": cache}
     launch.check_floats("rope", heads=heads, cos=cos, sin=sin, **floats)
-    launch.check_contiguous("rope", heads=heads, cos=cos, sin=sin, cache=cache, slots=slots)
+    launch.check_contiguous("rope", heads=heads, cos=cos, sin=sin, slots=slots)
+    launch.check_blocks("rope", cache)
     for name, table in (("cos", cos), ("sin", sin)):
         launch.check_shape("rope", name, table, (num_tokens, 1, head_dim // 2))
     launch.check_shape("rope", "slots", slots, (num_tokens,))

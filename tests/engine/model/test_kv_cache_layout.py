@@ -9,10 +9,13 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import torch
 from cut_kinds import with_blocks
 from declared_families import NAMES, RECURRENT, declared
+from kv_machine import overlapped
 
 from pagemill_engine.executing.base import RunnerInfo
+from pagemill_engine.executing.device.device_kv_cache import DeviceKVCache
 from pagemill_engine.executing.kv_cache import KVCache
 from pagemill_engine.kv.split import end_of_ids
 from pagemill_kernels.kv_store.kinds import KVType, token_bytes
@@ -81,6 +84,34 @@ def test_kinds_share_one_arena_in_which_their_border_moves() -> None:
             for own, ids, value in ((low, mine, 1.0), (high, theirs, 2.0)):
                 assert all((layer[ids] == value).all() for layer in own.layers)
                 assert all((layer[own.padding_block] == 0).all() for layer in own.layers)
+
+
+@pytest.mark.parametrize("kv_type", ["float32", "int8"])
+def test_kinds_of_a_device_share_one_arena_and_are_copied_at_once(kv_type: KVType) -> None:
+    """A block of one kind goes where one of the other kind was that is copied in the same plan."""
+    windows = SimpleNamespace(windows=lambda: {None, 32})
+    spec: Any = SimpleNamespace(cache_shapes=[(4, 64), (2, 32), (4, 64)], decoder=windows)
+    sizes = [BLOCK * heads * token_bytes(kv_type, size) for heads, size in spec.cache_shapes]
+    full = CacheKind(layers=(1,), block_bytes=sizes[1])
+    window = CacheKind("window-32", 32, layers=(0, 2), block_bytes=sizes[0] + sizes[2])
+    counts = [40, 3]
+    cache = DeviceKVCache(spec, counts, BLOCK, kv_type, torch.device("cpu"), [full, window])
+    assert len({layer.untyped_storage().data_ptr() for layer in cache.layers}) == 1
+    assert [len(layer) - 1 for layer in cache.layers] == [cache.padding_blocks[kind] for kind in (1, 0, 1)]
+    end = end_of_ids([full, window], counts)
+    cache.layers[1][:40] = 1
+    for layer in (cache.layers[0], cache.layers[2]):
+        layer[end - 3 : end] = 2
+    assert bool((cache.layers[1][:40] == 1).all())
+    _, taken = next(overlapped([full, window], counts, 1, end - 4))
+    cache.layers[1][taken] = 3
+    cache.copy_blocks([[(taken, 0)], [(end - 1, end - 4)]])
+    assert all(bool((cache.layers[layer][end - 4] == 2).all()) for layer in (0, 2))
+    cache.copy_blocks([[(0, taken)], [(end - 4, end - 2)]])
+    assert bool((cache.layers[1][taken] == 3).all())
+    assert all(bool((cache.layers[layer][end - 2] == 2).all()) for layer in (0, 2))
+    assert not bool(cache.layers[1][cache.padding_blocks[0]].any())
+    assert not bool(cache.layers[0][cache.padding_blocks[1]].any())
 
 
 @pytest.mark.parametrize("num_blocks", [2, 3, 4, 7])

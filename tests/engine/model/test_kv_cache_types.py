@@ -97,7 +97,7 @@ def test_copies_include_the_scales(spec: ModelSpec, kind: KVType, on_device: boo
         values = torch.randint(1, 100, layer[1].shape)
         layer[1] = values.to(layer.dtype) if on_device else values.numpy().astype(layer.dtype)
     if on_device:
-        cache.copy_blocks(0, [(1, 3)])
+        cache.copy_blocks([[(1, 3)]])
     else:
         cache.of_kinds[0].fill([3], cache.of_kinds[0].contents([1]))
     assert all((layer[1] == layer[3]).all() for layer in cache.layers)

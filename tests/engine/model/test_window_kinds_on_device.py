@@ -98,11 +98,14 @@ def test_kinds_and_memory_are_those_of_the_cpu(runner: Any, on_cpu: Any) -> None
     assert [kind.window for kind in runner.info.kinds] == [None, 24]
     assert (runner.info.kinds, runner.info.kind_blocks) == (on_cpu.info.kinds, on_cpu.info.kind_blocks)
     assert runner.kv_cache.num_bytes == on_cpu.kv_cache.num_bytes
-    held = [layer[:-1].nbytes for layer in runner.kv_cache.layers]
     counts = runner.info.kind_blocks
     by_kind = dict(zip(runner.info.kinds, counts, strict=True))
-    assert sum(held) == sum(count * kind.block_bytes for kind, count in by_kind.items()) == runner.kv_cache.num_bytes
-    assert [len(layer) - 1 for layer in runner.kv_cache.layers] == [counts[1], counts[0]]
+    assert sum(count * kind.block_bytes for kind, count in by_kind.items()) == runner.kv_cache.num_bytes
+    assert runner.info.shares_memory
+    memory = {layer.untyped_storage().data_ptr(): layer.untyped_storage().nbytes() for layer in runner.kv_cache.layers}
+    (num_bytes,) = memory.values()
+    low, high = (kind.block_bytes for kind in runner.info.kinds)
+    assert runner.kv_cache.num_bytes + high < num_bytes <= runner.kv_cache.num_bytes + high + 2 * low
 
 
 def test_a_long_sequence_holds_as_little_as_on_the_cpu(tmp_path: Path, runner_loader: Callable[..., Any]) -> None:
@@ -259,7 +262,7 @@ def test_measured_memory_is_divided_among_the_kinds(
         assert [kind.window for kind in runner.info.kinds] == windows
         assert 0.95 * num_blocks * block_bytes < runner.kv_cache.num_bytes <= num_blocks * block_bytes
         tables = runner._state.tables
-        assert tables[:, runner._rows.layout.padding_row, 0].tolist() == list(runner.info.blocks_of_kinds)
+        assert tables[:, runner._rows.layout.padding_row, 0].tolist() == runner.kv_cache.padding_blocks
     assert_alike(answers_of(make_driver(runner)), expected)
 
 
@@ -279,5 +282,5 @@ def test_sleep_frees_the_blocks_of_all_kinds(runner: Any, make_driver: Callable[
     runner.sleep()
     assert runner.kv_cache.layers == []
     runner.wake()
-    assert [len(layer) - 1 for layer in runner.kv_cache.layers] == list(reversed(runner.info.kind_blocks))
+    assert [len(layer) - 1 for layer in runner.kv_cache.layers] == list(reversed(runner.kv_cache.padding_blocks))
     assert make_driver(runner).greedy(PROMPTS[1:], 8)[0].token_ids == before

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pagemill_engine.kv.split import Arena, arena_of
 from pagemill_engine.sizing.kv_sizes import too_large
 from pagemill_engine.sizing.memory import memory_limit
 from pagemill_kernels.gpu.launch import upload
@@ -19,12 +20,13 @@ from pagemill_protocol.report.cache_kinds import FULL, CacheKind, kinds_of_windo
 
 
 class DeviceKVCache:
-    """Keys and values in blocks. `layers[i]`: [blocks of its kind + 1, cache_heads, block_size, token width],
-    contiguous.
+    """Keys and values in blocks. `layers[i]`: [blocks of its kind + 1, cache_heads, block_size, token width], each
+    block contiguous.
 
     The layout is in `pagemill_kernels.kv_store`, that of quantized caches in its `storage`. `layers` is empty between
     `release` and `allocate`. The block after the last one of a kind is its padding block: padded rows write it and it
-    is never read. Raises `LoadError` if the device does not have the memory.
+    is never read. Of several kinds the first and the last share one arena (`kv.split`), in which the blocks of all
+    layers of a kind are adjacent. Raises `LoadError` if the device does not have the memory.
     """
 
     def __init__(
@@ -52,22 +54,36 @@ class DeviceKVCache:
         of_layers = zip(self._kind_of_layer, self._block_bytes, strict=True)
         return sum(self.counts[number] * block_bytes for number, block_bytes in of_layers)
 
-    @property
-    def padding_blocks(self) -> Sequence[int]:
-        """The index of the padding block of each kind."""
-        return self.counts
-
     def allocate(self) -> None:
         """Allocate all blocks, filled with zeros. Raises `LoadError` if the memory is too small."""
         if self.device.type == "cpu" and self.num_bytes > memory_limit():
             raise too_large(max(self.counts), self._block_size, self.num_bytes)
         try:
-            for number, shape in zip(self._kind_of_layer, self._block_shapes, strict=True):
-                blocks = torch.zeros(self.counts[number] + 1, *shape, dtype=self._dtype, device=self.device)
-                self.layers.append(blocks)
+            found = {} if self._arena is None else self._in_arena(self._arena)
+            for layer, number in enumerate(self._kind_of_layer):
+                self.layers.append(found[layer] if layer in found else self._blocks(layer, self.counts[number]))
         except (MemoryError, torch.OutOfMemoryError) as error:
             self.release()
             raise too_large(max(self.counts), self._block_size, self.num_bytes) from error
+
+    def _blocks(self, layer: int, count: int) -> Tensor:
+        return torch.zeros(count + 1, *self._block_shapes[layer], dtype=self._dtype, device=self.device)
+
+    def _in_arena(self, arena: Arena) -> dict[int, Tensor]:
+        """Return the blocks of the layers of the first and the last kind: views of one tensor."""
+        memory = torch.zeros(arena.num_bytes, dtype=torch.uint8, device=self.device).view(self._dtype)
+        item, found = self._dtype.itemsize, {}
+        last = len(self.counts) - 1
+        for number, start, padding in zip((0, last), (0, arena.start), arena.padding_blocks, strict=True):
+            layers = [layer for layer, kind in enumerate(self._kind_of_layer) if kind == number]
+            width = sum(self._block_bytes[layer] for layer in layers) // item
+            at = start // item
+            for layer in layers:
+                shape = self._block_shapes[layer]
+                strides = (width, shape[1] * shape[2], shape[2], 1)
+                found[layer] = memory.as_strided((padding + 1, *shape), strides, at)
+                at += self._block_bytes[layer] // item
+        return found
 
     def resize(self, counts: Sequence[int], cache_kinds: Sequence[CacheKind]) -> None:
         """Allocate the blocks of each of `cache_kinds` instead, filled with zeros. Raises `LoadError` if the memory is
@@ -78,6 +94,11 @@ class DeviceKVCache:
         """The number of the kind of the layers with each window."""
         numbers = {layer: number for number, each in enumerate(cache_kinds) for layer in each.layers}
         self._kind_of_layer = [numbers.get(layer, 0) for layer in range(len(self._block_shapes))]
+        self._arena = arena_of(cache_kinds, counts) if len(cache_kinds) > 1 else None
+        self.padding_blocks = list(counts)
+        """The index of the padding block of each kind."""
+        if self._arena is not None:
+            self.padding_blocks[0], self.padding_blocks[-1] = self._arena.padding_blocks
         self.allocate()
 
     def release(self) -> None:
@@ -86,12 +107,16 @@ class DeviceKVCache:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def copy_blocks(self, kind: int, copies: list[tuple[int, int]]) -> None:
-        """Copy blocks of a kind by (source, destination) pairs. Every source is read before any destination is
-        written."""
-        if not copies:
+    def copy_blocks(self, copies: Sequence[list[tuple[int, int]]]) -> None:
+        """Copy blocks of each kind by (source, destination) pairs. Every source is read before any destination is
+        written: kinds may share memory."""
+        if not any(copies):
             return
-        sources, destinations = upload(np.array(copies, dtype=np.int64).T, self.device)
-        layers = zip(self.layers, self._kind_of_layer, strict=True)
-        for cache in [layer for layer, number in layers if number == kind]:
-            cache[destinations] = cache[sources]
+        pairs = [upload(np.array(each, dtype=np.int64).T, self.device) if each else None for each in copies]
+        contents = []
+        for cache, number in zip(self.layers, self._kind_of_layer, strict=True):
+            if (pair := pairs[number]) is not None:
+                sources, destinations = pair
+                contents.append((cache, destinations, cache[sources]))
+        for cache, destinations, values in contents:
+            cache[destinations] = values

@@ -216,8 +216,7 @@ class DeviceRunner:
         adapted = self._adapters is not None and bool((self._adapters.slots(step.rows) >= 0).any())
         graph = None if self._graphs is None else self._graphs.graph_for(step, adapted=adapted)
         padded, at = self._placed(staging, step, None if graph is None else graph.shape)
-        for kind, changes in enumerate(plan.tables):
-            self.kv_cache.copy_blocks(kind, changes.copies)
+        self.kv_cache.copy_blocks([changes.copies for changes in plan.tables])
         if not plan.num_scheduled_tokens:
             return InFlight([])
         inputs = self._inputs(step) if graph is None else graph.inputs

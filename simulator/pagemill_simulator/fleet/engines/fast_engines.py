@@ -19,7 +19,8 @@ from pagemill_engine.loop.limits import scheduler_limits
 from pagemill_gateway.admission.reservations import REPORTS_UNTIL_COUNTED
 from pagemill_gateway.brain.interface import HashScheme
 from pagemill_protocol.errors import context_length_exceeded, unavailable
-from pagemill_protocol.report.cache_kinds import chunk_blocks
+from pagemill_protocol.hashes import key_of_kind
+from pagemill_protocol.report.cache_kinds import ONE_KIND, chunk_blocks, further_chunk_blocks
 from pagemill_protocol.report.state import EngineLoad, StateFrame
 from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_simulator.events import Events
@@ -47,6 +48,7 @@ class FastEngines:
         self._overlaps = info.overlaps if engine.overlap is None else engine.overlap
         self._steps = StepTimes(engine.step_time or DEFAULT_STEP_TIME, limits.max_num_batched_tokens)
         self.vocab_size = limits.vocab_size
+        chunk = chunk_blocks(limits.kinds, limits.num_blocks, limits.block_size)
         self._frame = StateFrame(
             sequence=0,
             digests=digests_of(info, hashes=limits.enable_prefix_caching),
@@ -55,7 +57,9 @@ class FastEngines:
             max_model_len=limits.max_model_len,
             max_num_batched_tokens=limits.max_num_batched_tokens,
             max_num_seqs=limits.max_num_seqs,
-            prefix_chunk_blocks=chunk_blocks(limits.kinds, limits.num_blocks, limits.block_size),
+            prefix_chunk_blocks=chunk,
+            further_chunk_blocks=further_chunk_blocks(limits.kinds, chunk),
+            kinds=[] if limits.kinds == ONE_KIND else list(limits.kinds),
         )
 
     def start(self, pod_name: str, observe: Observe, deliver: Deliver, start_s: dict[str, float]) -> FastEngine:
@@ -99,8 +103,8 @@ class FastEngine:
         self._is_report_due = False
         self._num_owed = 0
         """Number of reports until the gateway counts all present requests as reported."""
-        self._reported_chunks: dict[int, int] = {}
-        """Number of reported prefix chunks by session."""
+        self._reported_chunks: dict[int, list[range]] = {}
+        """Indices of the reported prefix chunks of each kind by session."""
         events.after(HEARTBEAT_S, self._heartbeat)
 
     @property
@@ -150,7 +154,7 @@ class FastEngine:
             self._events.after(NETWORK_S, partial(self._deliver_cut, cut))
 
     def check(self) -> None:
-        if not self._pod.has_work and self._pod.kv.num_active:
+        if not self._pod.has_work and any(each.active for each in self._pod.further.load()):
             raise RuntimeError("an idle fast pod holds blocks")
 
     # Progress of requests.
@@ -256,12 +260,20 @@ class FastEngine:
         """Return the chunks added and removed since the previous frame."""
         added: list[bytes] = []
         removed: list[bytes] = []
-        kv, reported = self._pod.kv, self._reported_chunks
-        for session in kv.take_changed():
-            before = reported.pop(session, 0)
-            num_chunks = kv.num_findable_of(session) // self._common.prefix_chunk_blocks
-            added += [_prefix_chunk(session, place) for place in range(before, num_chunks)]
-            removed += [_prefix_chunk(session, place) for place in range(num_chunks, before)]
-            if num_chunks:
-                reported[session] = num_chunks
+        kinds, reported = self._pod.further, self._reported_chunks
+        for session in kinds.take_changed():
+            now = kinds.findable(session, self._common.prefix_chunk_blocks)
+            before = reported.pop(session, [range(0)] * len(now))
+            for number, (old, new) in enumerate(zip(before, now, strict=True)):
+                added += [key_of_kind(number, _prefix_chunk(session, place)) for place in _only_in(new, old)]
+                removed += [key_of_kind(number, _prefix_chunk(session, place)) for place in _only_in(old, new)]
+            if any(now):
+                reported[session] = now
         return added, removed
+
+
+def _only_in(places: range, others: range) -> Sequence[int]:
+    """Return the places that are not among others."""
+    if places.start == others.start:
+        return places[len(others) :]
+    return [place for place in places if place not in others]

@@ -84,6 +84,14 @@ class KVCounts:
         self.num_cached -= self._cached.pop(owner, 0)  # equal content is cached once
         self._cached[owner] = num_full
 
+    def resize(self, num_blocks: int) -> None:
+        """Add so many unused blocks, or with a negative number give them away, as if they were taken."""
+        if num_blocks < 0:
+            self.take(-num_blocks)
+        else:
+            self.num_free += num_blocks
+        self.num_blocks += num_blocks
+
     def num_cached_of(self, owner: Owner) -> int:
         """Return the number of cached blocks of the owner."""
         return self._cached.get(owner, 0)
@@ -97,6 +105,10 @@ class KVCounts:
     def num_findable_of(self, owner: Owner) -> int:
         """Return the number of reusable blocks, whether a row holds them or not."""
         return max(self._held.get(owner, 0), self._cached.get(owner, 0))
+
+    def is_held(self, owner: Owner) -> bool:
+        """Whether a row has computed the owner's prompt and still runs."""
+        return owner in self._held
 
     def take_changed(self) -> list[int]:
         """Return the sessions whose reusable blocks have changed since the last call."""
@@ -136,16 +148,16 @@ class KVCounts:
         taken = sum(borders[first:]) + sum(borders[:over]) if over > 0 else sum(borders[first : first + rest])
         return laps * num_rows + taken
 
-    def steps_until_full(self, step: int, num_rows: int, most: int) -> int:
-        """Return how many steps from `step` on find their blocks free, at most `most`."""
-        if (most // self.block_size + 1) * num_rows <= self.num_free:
+    def steps_until_full(self, step: int, num_rows: int, most: int, num_free: int) -> int:
+        """Return how many steps from `step` on find their blocks among `num_free`, at most `most`."""
+        if (most // self.block_size + 1) * num_rows <= num_free:
             return most
-        if self.needed_by(step, most, num_rows) <= self.num_free:
+        if self.needed_by(step, most, num_rows) <= num_free:
             return most
         low, high = 0, most
         while high - low > 1:
             middle = (low + high) // 2
-            if self.needed_by(step, middle, num_rows) <= self.num_free:
+            if self.needed_by(step, middle, num_rows) <= num_free:
                 low = middle
             else:
                 high = middle

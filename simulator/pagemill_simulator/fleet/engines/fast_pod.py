@@ -26,16 +26,19 @@ from pagemill_engine.limits import SchedulerLimits
 from pagemill_engine.scheduler.order import POLICIES
 from pagemill_engine.scheduler.order.sorted_sequences import low_priority_last
 from pagemill_protocol.report.state import EngineLoad
+from pagemill_simulator.fleet.engines.fast_kinds import UNLIMITED, FurtherKinds, RowHolding
 from pagemill_simulator.fleet.engines.fast_kv import KVCounts
 from pagemill_simulator.fleet.engines.fast_sequence import FastSequence, SequencePhase
-from pagemill_simulator.fleet.engines.fast_steps import StepRun, StepTimes
+from pagemill_simulator.fleet.engines.fast_steps import OpenStep, StepRun, StepTimes
 
 
 class FastPod:
     def __init__(self, limits: SchedulerLimits, steps: StepTimes, *, overlaps: bool = True) -> None:
         """`overlaps`: whether a step is launched before the previous one was read."""
         self.limits = limits
-        self.kv = KVCounts(limits.num_blocks, limits.block_size, caches=limits.enable_prefix_caching)
+        num_blocks = limits.num_blocks if limits.kinds[0].keeps_all else UNLIMITED
+        self.kv = KVCounts(num_blocks, limits.block_size, caches=limits.enable_prefix_caching)
+        self.further = FurtherKinds(limits, self.kv)
         self.num_preemptions = 0
         self.num_steps = 0
         self.num_sampled_tokens = 0
@@ -126,10 +129,11 @@ class FastPod:
             num_tokens_prefilling += row.num_due_tokens
         for row in self._leaving:
             num_tokens += row.num_computed_tokens
-        kv = self.kv
+        kinds = self.further.load()
         return EngineLoad(
-            num_kv_bytes_total=kv.num_blocks,
-            num_kv_bytes_active=kv.num_active,
+            num_kv_bytes_total=sum(each.total for each in kinds),
+            num_kv_bytes_active=sum(each.active for each in kinds),
+            kind_bytes=kinds if len(kinds) > 1 else [],
             num_requests_running=self.num_running,
             num_requests_waiting=len(self._waiting) - self._num_new,
             num_tokens_running=num_tokens,
@@ -223,7 +227,7 @@ class FastPod:
         if num_steps < 2 or (self._waiting and self._waiting[0][0] < rank):
             return self._launch_s
         kv = self.kv
-        if kv.blocks_for(first.num_due_tokens) + 1 + num_steps * len(self._decoding) > kv.num_free:
+        if kv.blocks_for(first.num_due_tokens) + 1 + num_steps * len(self._decoding) > self.further.num_free():
             return self._launch_s
         return self._end_s + (num_steps - 2) * self._steps.base_s[self._budget]
 
@@ -241,7 +245,8 @@ class FastPod:
         begin_s = self._launch_s if self._end_s is None else self._end_s
         run = self._steps.run_of(num_rows, self._num_decode_tokens + num_rows, begin_s)
         left = self._decoding[0][0] - self.num_steps
-        self._known_run = run, self.kv.steps_until_full(self.num_steps, num_rows, left)
+        num_free = self.further.num_free()
+        self._known_run = run, self.kv.steps_until_full(self.num_steps, num_rows, left, num_free)
         return self._known_run
 
     def _skip_steps(self, until_s: float) -> bool:
@@ -262,6 +267,7 @@ class FastPod:
         end_s = run.end_s(num_steps)
         self._launch_s, self._end_s = (run.end_s(num_steps - 1), end_s) if self._overlaps else (end_s, None)
         self._stepped(num_steps, run.begin_s, end_s)
+        self._count_further()
         return True
 
     def _iterate(self) -> None:
@@ -279,15 +285,17 @@ class FastPod:
 
     def _launch(self, begin_s: float) -> float | None:
         """Decide a step that begins at `begin_s`; return its end, or None if nothing can run before another is read."""
+        self._count_further()
         if self._num_low_priority:
             self._preempt_low_priority()
         num_preemptions = self.num_preemptions
         kv = self.kv
-        while kv.needed_at(self.num_steps) > kv.num_free:
+        while not self._has_blocks(kv.needed_at(self.num_steps)):
             self._preempt(self._newest())
         num_decodes = len(self._decoding)
         kv.take(kv.needed_at(self.num_steps))
-        step = _Step(self._budget - num_decodes, self._num_decode_tokens + num_decodes)
+        self.further.take(kv.needed_at(self.num_steps))
+        step = OpenStep(self._budget - num_decodes, self._num_decode_tokens + num_decodes)
         self._schedule_prefills(step, num_preemptions)
         num_tokens = self._budget - step.budget
         if not num_tokens:
@@ -300,10 +308,14 @@ class FastPod:
             self._computed(row, num_chunk_tokens, end_s)
         return end_s
 
-    def _schedule_prefills(self, step: _Step, num_preemptions: int) -> None:
+    def _schedule_prefills(self, step: OpenStep, num_preemptions: int) -> None:
         """See `Scheduler._schedule_prefills`."""
         kv, limits = self.kv, self.limits
         step.num_reserved_blocks = sum(kv.blocks_for(row.num_tokens) - row.num_blocks for _, row in self._prefilling)
+        if self.further:
+            self.further.is_short = False
+            rows = [row for _, row in self._prefilling]
+            self.further.reserve((row.num_computed_tokens, row.num_tokens, self._held(row)) for row in rows)
         running = deque(self._prefilling)
         fits = True
         while True:
@@ -319,7 +331,8 @@ class FastPod:
                 if row.phase is SequencePhase.PREFILLING:
                     self._continue(row, step)
             else:
-                self._is_stuck = self.num_preemptions == num_preemptions and not self._preempts_next()
+                is_calm = self.num_preemptions == num_preemptions and not self.further.is_short
+                self._is_stuck = is_calm and not self._preempts_next()
                 return
 
     def _preempt_low_priority(self) -> None:
@@ -340,56 +353,72 @@ class FastPod:
             return False
         return not self._waiting[0][1].is_low_priority and self._newest().is_low_priority
 
-    def _start(self, row: FastSequence, step: _Step) -> bool:
+    def _start(self, row: FastSequence, step: OpenStep) -> bool:
         """See `Scheduler._start`."""
         kv = self.kv
         num_hits = 0
         if row.owner is not None:
             num_hits = min(kv.num_cached_of(row.owner), (row.num_tokens - 1) // kv.block_size)
+            num_hits = self.further.hits(row.owner, num_hits) if self.further else num_hits
         num_cached_tokens = num_hits * kv.block_size
         num_tokens = min(row.num_tokens - num_cached_tokens, step.budget)
         num_running = self.num_running
         wanted_tokens = row.num_tokens if num_running else num_cached_tokens + num_tokens
         kept = max(watermark_blocks(self.limits.num_blocks), num_running)
         spare = step.num_reserved_blocks + kept if num_running else 0
-        if kv.blocks_for(wanted_tokens) + spare > kv.num_free:
+        num_first = kv.blocks_for(wanted_tokens) + spare
+        if self.further and not self.further.has_room(num_cached_tokens, wanted_tokens, num_running, num_first):
+            return False
+        if num_first > kv.num_free:
             return False
         heappop(self._waiting)
         self._num_waiting_tokens -= row.num_due_tokens
         if num_hits:
             assert row.owner is not None
             kv.revive(row.owner, num_hits)
+        self.further.start(row.owner, num_hits)
         row.num_computed_tokens, row.num_blocks = num_cached_tokens, num_hits
+        row.latest_step = row.num_unread_tokens = 0
         if not row.started:
             row.started, row.num_cached_tokens = True, num_cached_tokens
         row.phase = SequencePhase.PREFILLING
         insort(self._prefilling, (self._rank_of(row), row))
         self._place(row, num_tokens, step)
         step.num_reserved_blocks += kv.blocks_for(row.num_tokens) - row.num_blocks
+        self._reserve(row)
         return True
 
-    def _continue(self, row: FastSequence, step: _Step) -> None:
+    def _continue(self, row: FastSequence, step: OpenStep) -> None:
         """See `Scheduler._continue`: other rows are preempted until this one fits, or it is preempted itself."""
         kv = self.kv
         num_tokens = min(row.num_due_tokens, step.budget)
         num_new = kv.blocks_for(row.num_computed_tokens + num_tokens) - row.num_blocks
-        while num_new > kv.num_free:
+        while not self._has_blocks(num_new):
             victim = self._newest()
+            if (
+                victim is row
+                and self._end_s is not None
+                and self.further.passed(row.num_computed_tokens, self._held(row))
+            ):
+                return  # fits once the step in flight was read
             self._withdraw(victim, step)
             self._preempt(victim)
             if victim is row:
                 return
+        self._reserve(row, -1)
         self._place(row, num_tokens, step)
         step.num_reserved_blocks -= num_new
+        self._reserve(row)
 
-    def _place(self, row: FastSequence, num_tokens: int, step: _Step) -> None:
+    def _place(self, row: FastSequence, num_tokens: int, step: OpenStep) -> None:
         num_blocks = self.kv.blocks_for(row.num_computed_tokens + num_tokens)
         self.kv.take(num_blocks - row.num_blocks)
+        self.further.take(num_blocks - row.num_blocks)
         row.num_blocks = num_blocks
         step.chunks.append((row, num_tokens))
         step.count(row, num_tokens, 1)
 
-    def _withdraw(self, victim: FastSequence, step: _Step) -> None:
+    def _withdraw(self, victim: FastSequence, step: OpenStep) -> None:
         """Remove a preempted row's part from the step."""
         if victim.phase is SequencePhase.DECODING:
             num_computed_tokens = victim.num_computed_tokens + self.num_steps - victim.as_of_step
@@ -397,6 +426,7 @@ class FastPod:
             step.num_context_tokens -= num_computed_tokens + 1
             if num_computed_tokens % self.kv.block_size == 0:
                 self.kv.take(-1)
+                self.further.take(-1)
             return
         for row, num_tokens in step.chunks:
             if row is victim:
@@ -422,7 +452,7 @@ class FastPod:
 
     def _computed(self, row: FastSequence, num_tokens: int, end_s: float) -> None:
         row.num_computed_tokens += num_tokens
-        row.num_unread_tokens = num_tokens
+        row.num_unread_tokens, row.latest_step = num_tokens, self.num_steps
         if row.num_due_tokens == 0:
             self._started_at(row, end_s)
             row.num_tokens += 1
@@ -462,12 +492,43 @@ class FastPod:
     def _release(self, now_s: float) -> None:
         """Free what ended with a step that was read by now."""
         leaving = self._leaving
+        if not leaving or leaving[0].end_s > now_s:
+            return
         while leaving and leaving[0].end_s <= now_s:
             row = leaving.popleft()
             row.phase = SequencePhase.GONE
             self._num_low_priority -= row.is_low_priority
             self.kv.give_back(row.num_blocks, row.num_computed_tokens, row.session)
-            self._is_stuck, self._last_report, self._known_run = False, None, None
+            self.further.release(RowHolding(row.num_blocks, row.num_computed_tokens), row.session)
+        self._is_stuck, self._last_report, self._known_run = False, None, None
+        self._count_further()
+
+    # -- kinds of the cache ---------------------------------------------------------------------------------------
+
+    def _held(self, row: FastSequence) -> RowHolding:
+        """Return what decides how much of windows and states a row holds."""
+        num_steps = self.num_steps - row.as_of_step if row.phase is SequencePhase.DECODING else 0
+        num_computed, num_unread = row.num_computed_tokens + num_steps, 0
+        if self._end_s is not None:
+            is_latest = row.phase is not SequencePhase.PREFILLING or row.latest_step == self.num_steps
+            num_unread = (1 if num_steps else row.num_unread_tokens) if is_latest else 0
+        num_blocks = self.kv.blocks_for(num_computed) if row.phase is SequencePhase.DECODING else row.num_blocks
+        return RowHolding(num_blocks, num_computed - num_unread)
+
+    def _count_further(self) -> None:
+        """Count what windows and states hold: what the tokens of steps that were read have passed is free."""
+        if self.further:
+            rows = [*[row for _, row in self._prefilling], *[row for _, _, row in self._decoding], *self._leaving]
+            self.further.sync([self._held(row) for row in rows])
+
+    def _has_blocks(self, num_blocks: int) -> bool:
+        """Whether so many blocks are free in every kind of vectors."""
+        return self.further.append_room(num_blocks) if self.further else num_blocks <= self.kv.num_free
+
+    def _reserve(self, row: FastSequence, sign: int = 1) -> None:
+        """Reserve what a prefilling row still needs of windows, or take that back."""
+        if self.further:
+            self.further.add_reserved(row.num_computed_tokens, row.num_tokens, self._held(row), sign)
 
     # -- moves of rows --------------------------------------------------------------------------------------------
 
@@ -496,13 +557,14 @@ class FastPod:
         row.num_unread_tokens = 1 if num_steps else row.num_unread_tokens
         row.num_tokens += num_steps
         row.num_left -= num_steps
-        row.num_blocks = self.kv.blocks_for(row.num_computed_tokens)
+        row.num_blocks, row.as_of_step = self.kv.blocks_for(row.num_computed_tokens), self.num_steps
 
     def _preempt(self, row: FastSequence) -> None:
         self.num_preemptions += 1
         if row.phase is SequencePhase.LEAVING:  # the row ends anyway: only its blocks are freed
             self._leaving.remove(row)
             self.kv.give_back(row.num_blocks, row.num_computed_tokens, row.session)
+            self.further.release(self._held(row), row.session)
             row.phase = SequencePhase.GONE
             self._num_low_priority -= row.is_low_priority
             return
@@ -515,6 +577,7 @@ class FastPod:
             self._prefilling.remove((self._rank_of(row), row))
         row.num_preemptions += 1
         row.owner = row.owner if row.owner is not None else self.kv.new_owner()
+        self.further.release(self._held(row), row.owner)
         # What a step in flight writes cannot be reused.
         num_unread_tokens = row.num_unread_tokens if self._end_s is not None else 0
         self.kv.give_back(row.num_blocks, row.num_computed_tokens - num_unread_tokens, row.owner)
@@ -527,27 +590,3 @@ def _num_made(row: FastSequence, num_unread: int, now_s: float) -> int:
     if row.first_token_s > now_s:
         return 0
     return max(1, row.num_output_tokens - row.num_left - num_unread)
-
-
-class _Step:
-    """One step while it is decided."""
-
-    __slots__ = ("budget", "chunks", "num_context_tokens", "num_reserved_blocks", "products")
-
-    def __init__(self, budget: int, num_context_tokens: int) -> None:
-        self.budget = budget
-        self.num_context_tokens = num_context_tokens
-        """Sum over decodes."""
-        self.products = 0
-        """Sum over chunks of tokens times context."""
-        self.num_reserved_blocks = 0
-        self.chunks: list[tuple[FastSequence, int]] = []
-
-    def count(self, row: FastSequence, num_tokens: int, sign: int) -> None:
-        """Add or remove a chunk of a prompt; a single due token counts as a decode's."""
-        num_context_tokens = row.num_computed_tokens + num_tokens
-        self.budget -= sign * num_tokens
-        if row.num_due_tokens == 1:
-            self.num_context_tokens += sign * num_context_tokens
-        else:
-            self.products += sign * num_tokens * num_context_tokens

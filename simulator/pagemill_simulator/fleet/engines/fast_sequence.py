@@ -42,6 +42,8 @@ class FastSequence(msgspec.Struct, eq=False, gc=False):
     """Computed tokens as of `as_of_step`."""
     num_unread_tokens: int = 0
     """Computed tokens of the latest step that had the row, as of `as_of_step`."""
+    latest_step: int = 0
+    """The latest step that computed more than one token of the row, or its prompt's last one, counted from 1."""
     as_of_step: int = 0
     """The pod's step since which a decoding row has decoded with every step."""
     num_blocks: int = 0

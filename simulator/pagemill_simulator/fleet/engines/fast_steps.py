@@ -1,4 +1,4 @@
-"""Durations of steps, singly or many equal ones at once, and which of many runs at an instant.
+"""Durations of steps, singly or many equal ones at once, which of many runs at an instant, and one that is decided.
 
 The step-time model is `report.step_time` of the protocol. Steps that decode the same requests differ only in their
 contexts, which grow by a token per request: the end of k such steps is a quadratic in k, and its inverse gives how many
@@ -13,6 +13,7 @@ import msgspec
 
 from pagemill_protocol.report.state import StepTimeParams
 from pagemill_protocol.report.step_time import StepTimeModel
+from pagemill_simulator.fleet.engines.fast_sequence import FastSequence
 
 
 class StepTimes:
@@ -64,3 +65,27 @@ class StepRun(msgspec.Struct, frozen=True, gc=False):
         while found < most and self.end_s(found + 1) < instant_s:
             found += 1
         return found
+
+
+class OpenStep:
+    """One step while it is decided."""
+
+    __slots__ = ("budget", "chunks", "num_context_tokens", "num_reserved_blocks", "products")
+
+    def __init__(self, budget: int, num_context_tokens: int) -> None:
+        self.budget = budget
+        self.num_context_tokens = num_context_tokens
+        """Sum over decodes."""
+        self.products = 0
+        """Sum over chunks of tokens times context."""
+        self.num_reserved_blocks = 0
+        self.chunks: list[tuple[FastSequence, int]] = []
+
+    def count(self, row: FastSequence, num_tokens: int, sign: int) -> None:
+        """Add or remove a chunk of a prompt; a single due token counts as a decode's."""
+        num_context_tokens = row.num_computed_tokens + num_tokens
+        self.budget -= sign * num_tokens
+        if row.num_due_tokens == 1:
+            self.num_context_tokens += sign * num_context_tokens
+        else:
+            self.products += sign * num_tokens * num_context_tokens
