@@ -3,19 +3,21 @@ preStop).
 
 It asks the engine on this machine to drain and waits a few seconds for every gateway's acknowledgement. In a pod of a
 group that only computes it waits until the group's first pod, which is drained at the same time, has ended its ranks:
-without them that pod could not finish its requests. It uses only
-the standard library, without its HTTP client: it must start at once, also on a busy machine. If no engine listens there
-is nothing to drain and it succeeds; a refusal or an error is a failure.
+without them that pod could not finish its requests. Ranks that have joined no other compute nothing, and are not waited
+for. It uses only the standard library, without its HTTP client: it must start at once, also on a busy machine. If no
+engine listens there is nothing to drain and it succeeds; a refusal or an error is a failure.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,8 @@ ANSWER_TIMEOUT_S = 2.0
 MAX_ANSWER_BYTES = 64 * 1024
 RANK_MODULE = b"pagemill_engine.starting.node_rank"
 RANKS_POLL_S = 0.2
+ESTABLISHED = "01"
+"""The state of an open connection in `/proc/PID/net/tcp`."""
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "127.0.0.1", "": "127.0.0.1"}
 
 
@@ -57,16 +61,41 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def wait_for_ranks(processes: Path = Path("/proc")) -> None:
-    """Wait until no rank runs here; the pod's grace period ends the wait if need be."""
-    while any(RANK_MODULE in _arguments(each) for each in processes.glob("[0-9]*/cmdline")):
+    """Wait until no rank here is connected to others; the pod's grace period ends the wait if need be."""
+    while any(_is_joined_rank(each) for each in processes.glob("[0-9]*")):
         time.sleep(RANKS_POLL_S)
 
 
-def _arguments(command_line: Path) -> list[bytes]:
+def _is_joined_rank(process: Path) -> bool:
+    """Whether a process is a rank that has a connection to another one: the kernel knows it, whatever the rank does."""
+    return RANK_MODULE in _arguments(process) and not _sockets(process).isdisjoint(_connections(process))
+
+
+def _arguments(process: Path) -> list[bytes]:
     try:
-        return command_line.read_bytes().split(b"\0")
+        return (process / "cmdline").read_bytes().split(b"\0")
     except OSError:
         return []  # it has ended
+
+
+def _sockets(process: Path) -> set[str]:
+    """Return the inodes of the process's sockets."""
+    found = set()
+    with suppress(OSError):  # it has ended
+        for each in (process / "fd").iterdir():
+            with suppress(OSError):  # closed meanwhile
+                found.add(os.readlink(each).removeprefix("socket:[").removesuffix("]"))
+    return found
+
+
+def _connections(process: Path) -> Iterator[str]:
+    """Yield the inodes of open TCP connections of the process's network namespace (`man 5 proc_pid_net`)."""
+    for family in ("tcp", "tcp6"):
+        with suppress(OSError):  # it has ended, or the kernel has no IPv6
+            for line in (process / "net" / family).read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == ESTABLISHED:
+                    yield fields[9]
 
 
 def drain(server: Mapping[str, Any], wait_s: float) -> tuple[int, str]:

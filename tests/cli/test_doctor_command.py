@@ -92,7 +92,7 @@ def test_devices_without_a_driver_are_an_error(machine: Path, monkeypatch: pytes
 def engine_metrics(*, ready: bool = True, of_version: str = version("pagemill-engine")) -> str:
     made = metrics.Metrics(metrics.ENGINE_METRICS, model_name="tiny", engine="0")
     made.gauge(metrics.ENGINE_READY).set(ready)
-    labels = dict.fromkeys(("weights_digest", "kv_dtype", "device", "compute"), "x")
+    labels = dict.fromkeys(("weights_digest", "kv_dtype", "device", "compute", "ranks", "nodes"), "x")
     made.gauge(metrics.ENGINE_INFO, version=of_version, **labels).set(1)
     return made.render().decode()
 

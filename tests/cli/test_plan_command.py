@@ -258,6 +258,26 @@ def test_a_plan_shows_what_each_of_several_processes_holds(
     assert on_devices["stepTime"].get("stages", 1) == stages
 
 
+def test_a_plan_of_a_group_has_the_memory_of_all_its_pods_and_says_what_they_read(
+    write: Write, simulated: Simulated, fit: Path
+) -> None:
+    found = []
+    for memory, pods in (("4Gi", 1), ("2Gi", 2)):
+        engine = {"maxModelLen": 2048, "dtype": "float32", "tensorParallel": 2, "podsPerReplica": pods}
+        spec = simulated("chat", engine={**engine, "extraArgs": []})
+        spec["spec"] |= {"model": {"source": SMOLLM2}, "resources": {"cpu": 2, "memory": memory}}
+        file = write(f"{pods}.yaml", spec)
+        found.append(json.loads(plan(file, "--fit", fit, "-o", "json", rps=1).stdout))
+    one, group = found
+    assert [each["replica"].pop("podsPerReplica") for each in found] == [1, 2]
+    assert group["replica"] == one["replica"]
+    assert one["notes"] == []
+    assert group["notes"][0].startswith("spec.model.cache: each pod of a group reads spec.model.source by itself")
+    text = plan(file, "--fit", fit, rps=1).stdout
+    assert "2 pods with 1 of the ranks each" in text
+    assert f"note: {group['notes'][0]}" in text
+
+
 @pytest.mark.parametrize(
     ("parallel", "reason"),
     [

@@ -66,6 +66,20 @@ def test_the_share_of_proposed_tokens_that_were_sampled_is_shown() -> None:
     assert row_of(reading(proposed(30, 16), 2.0), reading(proposed(30, 16), 3.0)).accepted is None
 
 
+def test_the_ranks_of_an_engine_are_shown() -> None:
+    def info(**labels: str) -> str:
+        made = metrics.Metrics(metrics.ENGINE_METRICS, model_name="tiny", engine="0")
+        rest = dict.fromkeys(set(metrics.ENGINE_INFO.labels) - labels.keys() - {"model_name", "engine"}, "a")
+        made.gauge(metrics.ENGINE_INFO, **labels, **rest).set(1)
+        return made.render().decode()
+
+    assert row_of(None, reading(info(ranks="1", nodes="1"), 1.0)).ranks == ""
+    assert row_of(None, reading(info(ranks="2", nodes="1"), 1.0)).ranks == "2 ranks"
+    row = row_of(None, reading(info(ranks="4", nodes="2"), 1.0))
+    assert as_table("here", [row]).endswith("  tiny (4 ranks on 2 nodes)")
+    assert row_of(None, reading(scraped(), 1.0)).ranks == ""
+
+
 def test_an_unknown_value_is_not_shown_as_zero() -> None:
     row = row_of(None, reading(scraped(generated=100), 1.0))
     assert (row.tokens_per_s, row.ttft_ms) == (None, None)

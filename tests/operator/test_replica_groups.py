@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -139,6 +140,27 @@ def test_a_change_of_the_group_changes_both_templates(deployment: Make) -> None:
     assert len(kept) == 2
 
 
+@pytest.mark.parametrize(
+    ("cache", "said"),
+    [
+        (None, "each pod of a group reads spec.model.source by itself"),
+        ({"size": "1Gi", "accessMode": "ReadWriteMany"}, "all pods of a group read one claim"),
+        ({"claimName": "models"}, "all pods of a group read one claim"),
+        ({"hostPath": "/models"}, "each node fetches the whole model into its hostPath once"),
+        ({"size": "1Gi"}, "a ReadWriteOnce volume keeps all pods on one node"),
+    ],
+)
+def test_the_plan_says_what_the_pods_of_a_group_read_the_model_from(
+    deployment: Make, cache: dict[str, Any] | None, said: str
+) -> None:
+    fields = {"model__source": "hf://org/name", **({} if cache is None else {"model__cache": cache})}
+    plan = make_plan(deployment(**fields, **TWO), "kubernetes")
+    assert plan.problems == ()
+    assert [said in note.message for note in plan.notes] == [True]
+    alone = make_plan(deployment(**fields, replicas=1, rollout={"strategy": "Replace"}), "kubernetes")
+    assert alone.notes == ()
+
+
 def test_ranks_that_do_not_divide_are_refused(deployment: Make) -> None:
     with pytest.raises(ValidationError, match="podsPerReplica must divide tensorParallel x pipelineParallel"):
         deployment(engine__tensorParallel=3, engine__podsPerReplica=2)
@@ -208,6 +230,14 @@ class Groups:
         snapshot = Snapshot(self.owner, children, tuple(self.pods), num_gateways=1, num_gateways_ready=1, **more)
         return observe(snapshot, self.plan, NOW)
 
+    def write_status(self) -> list[Any]:
+        """Write the conditions into the object, as the operator does; return them."""
+        found = find_conditions(self.observe())
+        generation = self.owner["metadata"]["generation"]
+        written = [{**each._asdict(), "observedGeneration": generation} for each in found]
+        self.owner["status"] = {"conditions": written}
+        return found
+
     def condition(self, kind: str, **more: Any) -> Any:
         return next(each for each in find_conditions(self.observe(**more)) if each.type == kind)
 
@@ -256,6 +286,114 @@ def test_a_group_that_lacks_a_pod_starts(world: Groups) -> None:
     del world.pods[1]
     (replica,) = world.observe().replicas
     assert (replica.phase, replica.message) == ("starting", "1 of 2 pods of the group are placed")
+
+
+def ended(reason: str, message: str = "m", code: int = 1) -> dict[str, Any]:
+    text = json.dumps({"reason": reason, "message": message})
+    return {"exitCode": code, "message": text}
+
+
+def test_what_followed_from_a_cause_is_not_the_cause(world: Groups) -> None:
+    """Node 0 refuses another version, and the worker only sees that its connection ends."""
+    world.unready(0, state={"terminated": ended("RankMismatch", "Rank 1 has the version 1, but rank 0 has 2")})
+    world.unready(1, state={"terminated": ended("RankLost", "Rank 0 ended the connection")})
+    loaded = world.condition("ModelLoaded")
+    assert loaded.reason == "RankMismatch"
+    assert loaded.message.startswith("pod chat-group-0 of the group chat-group-0: Rank 1 has the version 1")
+    assert "set spec.engine.image to a tag that never changes" in loaded.message
+
+
+def test_a_first_pod_that_is_not_found_is_a_cause_with_the_remedy(world: Groups) -> None:
+    world.unready(0)
+    said = ended("RendezvousFailed", "The address `chat-group-0.chat-group` of node 0 does not resolve: unknown")
+    world.unready(1, state={"terminated": said})
+    loaded = world.condition("ModelLoaded")
+    assert loaded.reason == "RendezvousFailed"
+    assert "pod chat-group-0-1 of the group chat-group-0: The address `chat-group-0.chat-group`" in loaded.message
+    assert "check the cluster's DNS" in loaded.message
+
+
+def test_a_group_that_is_made_again_keeps_its_cause_until_it_is_ready(world: Groups) -> None:
+    """Its controller deletes all of its pods as soon as a container has been started again."""
+    seen = []
+
+    def look() -> None:
+        seen.append({each.type: (each.status, each.reason) for each in world.write_status()})
+
+    mismatch = ended("RankMismatch", "Rank 1 has the version 1, but rank 0 has 2")
+    world.unready(0, state={"running": {}}, restartCount=1, lastState={"terminated": mismatch})
+    world.unready(1, state={"terminated": ended("RankLost")})
+    for pod in world.pods:
+        pod["metadata"]["deletionTimestamp"] = NOW.isoformat()
+    look()
+    world.pods = []
+    look()
+    world.pods = [world.pod(number) for number in (0, 1)]
+    for pod in world.pods:
+        del pod["spec"]["nodeName"]
+        pod["status"] = {"phase": "Pending"}
+    look()
+    world.pods = [world.pod(number) for number in (0, 1)]
+    world.unready(0)
+    look()
+    world.unready(0, state={"terminated": ended("RankLost")})
+    look()
+    assert [each["Ready"] for each in seen] == [("False", "RankMismatch")] * 5
+    assert all(each == seen[0] for each in seen), seen
+    world.unready(0, state={"terminated": ended("ModelTooLarge")})
+    look()
+    assert seen[-1]["Ready"] == ("False", "ModelTooLarge")
+    world.pods[0] = world.pod(0)
+    look()
+    assert seen[-1]["Ready"] == ("True", "AllReplicasReady")
+
+
+def test_a_cause_of_an_earlier_spec_is_not_kept(world: Groups) -> None:
+    world.unready(0, state={"terminated": ended("ModelTooLarge")})
+    world.write_status()
+    world.owner["metadata"]["generation"] = 2
+    world.pods[0] = world.pod(0)
+    world.unready(0)
+    assert world.condition("Ready").reason != "ModelTooLarge"
+
+
+def test_what_pods_wait_for_is_over_when_they_do_not_wait(world: Groups) -> None:
+    world.unready(0)
+    world.unready(1, state={"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}})
+    assert {each.type: each.reason for each in world.write_status()}["Ready"] == "ImagePullFailed"
+    world.pods[1] = world.pod(1)
+    assert world.condition("Ready").reason == "Loading"
+
+
+def test_a_removed_group_ends_without_a_fault(world: Groups) -> None:
+    for number, pod in enumerate(world.pods):
+        world.unready(number, state={"terminated": {"exitCode": 137}})
+        pod["metadata"]["deletionTimestamp"] = NOW.isoformat()
+    (replica,) = world.observe().replicas
+    assert (replica.phase, replica.reason) == ("draining", "")
+
+
+def test_a_group_that_holds_places_says_so_also_when_it_has_been_made_again(world: Groups) -> None:
+    world.unready(0)
+    world.unplaced(1)
+    world.pods[0]["metadata"]["creationTimestamp"] = (NOW - timedelta(minutes=11)).isoformat()
+    before = {each.type: each.message for each in world.write_status()}
+    world.pods[0]["metadata"]["creationTimestamp"] = NOW.isoformat()
+    assert {each.type: each.message for each in world.write_status()} == before
+
+
+def test_leader_worker_sets_of_another_version_are_named(world: Groups) -> None:
+    """Server-side apply refuses what the definition lacks; a field of the pod templates is the user's."""
+    refused = "failed to create typed patch object (a/chat-group; leaderworkerset.x-k8s.io/v1, Kind=LeaderWorkerSet): "
+    lacks = f"{refused}.spec.networkConfig: field not declared in schema"
+    error = ApplyError("LeaderWorkerSet", "chat-group", 500, "InternalError", lacks)
+    scheduled = world.condition("Scheduled", apply_errors=(error,))
+    assert scheduled.reason == "LeaderWorkerSetVersion"
+    assert ".spec.networkConfig" in scheduled.message
+    assert "install version 0.7 of its controller" in scheduled.message
+    own = f"{refused}.spec.leaderWorkerTemplate.leaderTemplate.spec.nosuch: field not declared in schema"
+    error = ApplyError("LeaderWorkerSet", "chat-group", 500, "InternalError", own)
+    assert world.condition("Planned", apply_errors=(error,)).reason == "InvalidTemplate"
 
 
 def test_a_cluster_without_leader_worker_sets_is_a_condition_with_the_remedy(world: Groups) -> None:

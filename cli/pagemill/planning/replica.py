@@ -186,7 +186,7 @@ def _replica_of(plan: Plan, options: ReplicaOptions, input_tokens: int, output_t
         return _measured(plan, config, options, input_tokens, output_tokens)
     fit = None if options.fit is None else read_fit(options.fit)
     with header_of(config.model, _field(options)) as header, _engines_refusals():
-        length, memory_bytes = input_tokens + output_tokens, plan.groups[0].process.memory_bytes
+        length, memory_bytes = input_tokens + output_tokens, _memory_bytes(plan)
         if options.accelerator is not None:
             return _on_accelerator(options.accelerator, config, header, fit, f"from {options.fit}", length)
         assert fit is not None
@@ -230,7 +230,9 @@ def check_length(input_tokens: int, output_tokens: int, max_model_len: int | Non
 
 
 def engine_config(plan: Plan, options: ReplicaOptions) -> EngineConfig:
+    """Return the engine's settings, as if all ranks were on this machine."""
     config = msgspec.convert(plan.groups[0].process.settings["engine"], EngineConfig)
+    config = msgspec.structs.replace(config, nodes=None)
     return config if options.model is None else msgspec.structs.replace(config, model=options.model)
 
 
@@ -371,7 +373,7 @@ def _measured(
     measured = asyncio.run(measure(config, input_tokens, output_tokens, options.measure_s, options.show_progress))
     ready, limits = measured.ready, measured.ready.limits
     cache, budget = CacheBlocks(limits.kinds, limits.blocks_of_kinds), ready.memory
-    memory_bytes = plan.groups[0].process.memory_bytes
+    memory_bytes = _memory_bytes(plan)
     with _engines_refusals():
         ranks = ranks_here(config, path, load_model_spec(path))
     if memory_bytes and budget is not None:
@@ -408,6 +410,12 @@ def _this_machine(num_threads: int | None, compute: str) -> str:
     cores = usable_cores()
     shortage = f" ({cores} of the {num_threads} cores of resources.cpu)" if num_threads and num_threads > cores else ""
     return f"this machine{shortage}: {compute}"
+
+
+def _memory_bytes(plan: Plan) -> int | None:
+    """Return the memory of all pods of a replica; they have equal parts of the model."""
+    of_pod = plan.groups[0].process.memory_bytes
+    return None if of_pod is None else of_pod * plan.pods_per_replica
 
 
 def _pod_memory(memory_bytes: int) -> MemoryState:

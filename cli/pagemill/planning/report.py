@@ -40,6 +40,7 @@ def body_of(answer: PlanAnswer) -> dict[str, Any]:
             "kvBytesPerToken": replica.kv_bytes_per_token,
             "stateBytes": replica.state_bytes,
             "adapters": None if replica.adapters is None else _adapters_body(replica),
+            "podsPerReplica": answer.plan.pods_per_replica,
             "ranks": [
                 {
                     "weightBytes": each.sizes.weight_bytes,
@@ -72,6 +73,7 @@ def body_of(answer: PlanAnswer) -> dict[str, Any]:
         "candidates": [_candidate(row) for row in forecast.rows],
         "stepTimeFrom": replica.step_time_from,
         "stepTime": msgspec.to_builtins(shape.step_time),
+        "notes": [str(each) for each in answer.plan.notes],
     }
 
 
@@ -116,6 +118,7 @@ def as_table(answer: PlanAnswer) -> str:
     lines += [f"  {line}" for line in columns(_properties(answer))]
     lines += ["", *columns([_head(slo, forecast), *(_row(row) for row in forecast.rows)]), ""]
     lines += _conclusion(answer)
+    lines += [f"note: {each}" for each in plan.notes]
     if answer.simulated is not None:
         lines.append(_simulation(answer.simulated, slo, forecast))
     return printable("\n".join(lines))
@@ -171,6 +174,9 @@ def _properties(answer: PlanAnswer) -> list[tuple[str, str]]:
             rows.insert(2 + len(lines), ("exchange", _exchange(replica.exchange, shape.max_step_tokens)))
         if replica.tightest_rank is not None and len({each.sizes for each in replica.ranks}) > 1:
             rows.insert(2 + len(lines), ("tightest", f"rank {replica.tightest_rank}, whose device limits the KV cache"))
+    if (pods := answer.plan.pods_per_replica) > 1:
+        words = f"{pods} pods with {len(replica.ranks) // pods} of the ranks each; their network takes more time"
+        rows.insert(1, ("group", words))
     if answer.ranks is not None:
         rows.insert(1, ("ranks", answer.ranks.reason))
     if replica.adapters is not None:

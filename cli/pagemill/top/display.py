@@ -128,7 +128,8 @@ def _cells(row: PodRow) -> list[str]:
         _shown(row.ttft_ms, "{:.0f} ms"),
         _shown(row.accepted, "{:.0%}"),
     ]
-    return [row.deployment, row.pod, row.phase, *numbers, row.fault or row.model]
+    model = f"{row.model} ({row.ranks})" if row.ranks else row.model
+    return [row.deployment, row.pod, row.phase, *numbers, row.fault or model]
 
 
 def _shown(value: float | None, form: str) -> str:

@@ -29,16 +29,20 @@ class Reading:
     values: dict[str, float] = field(init=False)
     """For each metric's exported name, the sum of its series."""
     model: str = field(init=False)
+    ranks: str = field(init=False)
 
     def __post_init__(self) -> None:
         values: dict[str, float] = {}
-        model = ""
+        model = ranks = ""
         for family in text_string_to_metric_families(self.text):
             for sample in family.samples:
                 values[sample.name] = values.get(sample.name, 0.0) + sample.value
                 model = sample.labels.get("model_name", model)
+                if sample.name == metrics.ENGINE_INFO.exported_name:
+                    ranks = _ranks(sample.labels)
         object.__setattr__(self, "values", values)
         object.__setattr__(self, "model", model)
+        object.__setattr__(self, "ranks", ranks)
 
     def __getitem__(self, spec: MetricSpec) -> float | None:
         return self.values.get(spec.exported_name)
@@ -64,6 +68,8 @@ class PodRow:
     accepted: float | None = None
     """Share of the proposed tokens that were sampled between the readings; none were proposed: unknown."""
     fault: str = ""
+    ranks: str = ""
+    """The processes that compute the model together, such as `4 ranks on 2 nodes`; empty: one."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +118,16 @@ def row_of(before: Reading | None, now: Reading) -> PodRow:
         tokens_per_s=tokens,
         ttft_ms=ttft_ms,
         accepted=accepted,
+        ranks=now.ranks,
     )
+
+
+def _ranks(labels: dict[str, str]) -> str:
+    """Return how many processes compute the model, if there are several; engines of earlier versions do not say it."""
+    ranks, nodes = labels.get("ranks", "1"), labels.get("nodes", "1")
+    if ranks == "1":
+        return ""
+    return f"{ranks} ranks" if nodes == "1" else f"{ranks} ranks on {nodes} nodes"
 
 
 def _increase(before: Reading, now: Reading, name: str) -> float:

@@ -111,6 +111,8 @@ class ServerMetrics:
             kv_dtype=ready.limits.kv_dtype,
             device=ready.device,
             compute=ready.compute,
+            ranks=str(self._config.num_ranks),
+            nodes=str(1 if self._config.nodes is None else self._config.nodes.count),
         ).set(1)
         self._kinds = [kind.name for kind in ready.limits.kinds]
         self._metrics.gauge(names.ENGINE_MAX_NUM_SEQS).set(ready.limits.max_num_seqs)

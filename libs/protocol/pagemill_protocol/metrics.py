@@ -172,7 +172,7 @@ ENGINE_INFO = _engine(
     "gauge",
     "info",
     "Always 1; the labels describe the engine.",
-    ("version", "weights_digest", "kv_dtype", "device", "compute"),
+    ("version", "weights_digest", "kv_dtype", "device", "compute", "ranks", "nodes"),
 )
 ENGINE_READY = _engine("gauge", "ready", "1 when requests are accepted, else 0.")
 ENGINE_DRAINING = _engine("gauge", "draining", "1 while no new requests are accepted and running ones finish.")

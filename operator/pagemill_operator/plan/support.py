@@ -13,6 +13,7 @@ from typing import Literal
 
 from pagemill_crds.invalid import each_on_its_own, usable
 from pagemill_crds.models import LLMDeploymentSpec
+from pagemill_crds.sections.model import Cache
 from pagemill_models.sources import SourceError, find_kind, in_full
 from pagemill_operator.autoscaler.registry import UnknownPolicyError, find_policy
 from pagemill_operator.plan.pod_template import template_notes, template_problems
@@ -196,7 +197,29 @@ def find_notes(spec: LLMDeploymentSpec, backend: Backend) -> Iterator[Problem]:
             "for more nodes create it with accessMode ReadWriteMany"
         )
         yield Problem("spec.model.cache.accessMode", "ReadWriteOnce", message)
+    elif (pods := pods_per_replica(spec, backend)) > 1:
+        yield Problem("spec.model.cache", pods, _cache_of_group(spec.model.cache))
     yield from template_notes(spec)
+
+
+def _cache_of_group(cache: Cache | None) -> str:
+    """Return what the pods of a group read the model from, and what that needs."""
+    if cache is None:
+        return (
+            "each pod of a group reads spec.model.source by itself, again at each start; a cache keeps what is remote: "
+            "a claim with accessMode ReadWriteMany for all pods, or a hostPath on each node"
+        )
+    if cache.host_path is not None:
+        return (
+            "each node fetches the whole model into its hostPath once, for all pods there; every node that may run a "
+            "pod of a group needs room for it"
+        )
+    if cache.image_volume:
+        return "each node pulls the model's image once; every node that may run a pod of a group needs room for it"
+    return (
+        "all pods of a group read one claim, which is filled once; its volume must let several nodes mount it "
+        "(ReadWriteMany, or ReadOnlyMany for a claim of your own)"
+    )
 
 
 def _meets_on_one_node(spec: LLMDeploymentSpec) -> bool:

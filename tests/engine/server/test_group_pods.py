@@ -8,15 +8,22 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from node_engine import free_port
+from waiting import wait_until
 
 from pagemill_engine import drain
 from pagemill_engine.config import EngineConfig, NodesConfig
 from pagemill_engine.failure import StartupError
 from pagemill_engine.server.settings import load_settings
+from pagemill_engine.starting import rendezvous
+from pagemill_engine.starting.nodes import RANK_PROCESS, NodeRankSettings
 
 NODES = {"count": 2, "of_group": True}
 
@@ -51,33 +58,63 @@ def test_a_pod_without_a_usable_number_says_what_gives_it(
     assert caught.value.termination.reason == "SettingsInvalid"
 
 
-def test_before_a_pod_ends_that_only_computes_its_ranks_end(
-    settings_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def nodes() -> NodesConfig:
+    return NodesConfig(count=2, rank=1, address="127.0.0.1", port=free_port(), token="known", timeout_s=60)
+
+
+@pytest.fixture
+def rank(nodes: NodesConfig) -> Iterator[subprocess.Popen[bytes]]:
+    """A rank that looks for the first pod, which does not listen yet."""
+    config = EngineConfig(model="m", tensor_parallel_size=2, nodes=nodes)
+    argv = [sys.executable, "-m", RANK_PROCESS]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as process:
+        assert process.stdin is not None
+        process.stdin.write(msgspec.json.encode(NodeRankSettings(config, "m", 1, os.getpid(), 1)))
+        process.stdin.close()
+        yield process
+        process.kill()
+
+
+def test_a_pod_that_only_computes_ends_after_ranks_that_have_joined_and_waits_for_no_others(
+    settings_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    nodes: NodesConfig,
+    rank: subprocess.Popen[bytes],
 ) -> None:
+    """A worker that was started again alone looks for a first pod that is ending: nothing would come to wait for."""
+
     def refuse(*_: object) -> None:
         raise ConnectionRefusedError  # no server listens in such a pod
 
-    monkeypatch.setattr(drain, "drain", refuse)
-    process = tmp_path / "proc" / "7" / "cmdline"
-    process.parent.mkdir(parents=True)
-    process.write_bytes(b"python\0-m\0" + drain.RANK_MODULE + b"\0")
+    pod = tmp_path / "proc"
+    pod.mkdir()
+    (pod / str(rank.pid)).symlink_to(f"/proc/{rank.pid}")
     real = drain.wait_for_ranks
-    monkeypatch.setattr(drain, "wait_for_ranks", lambda: real(tmp_path / "proc"))
+    monkeypatch.setattr(drain, "drain", refuse)
+    monkeypatch.setattr(drain, "wait_for_ranks", lambda: real(pod))
     monkeypatch.setattr(drain, "RANKS_POLL_S", 0.01)
+    wait_until(lambda: drain._arguments(pod / str(rank.pid))[2:3] == [RANK_PROCESS.encode()])
     codes: list[int] = []
-    waiting = threading.Thread(target=lambda: codes.append(drain.main(["--settings", str(settings_file)])))
-    waiting.start()
+
+    def ended() -> threading.Thread:
+        waiting = threading.Thread(target=lambda: codes.append(drain.main(["--settings", str(settings_file)])))
+        waiting.start()
+        return waiting
+
+    ended().join(30)
+    assert codes == [0]
+    assert rank.poll() is None
+    listener = rendezvous.listen(nodes, b"known")
+    (joined,) = listener.collect([("join", 1)], time.monotonic() + 60, lambda: None).values()
+    waiting = ended()
     waiting.join(0.05)
     assert waiting.is_alive()
-    process.unlink()
+    joined.close()
+    listener.close()
     waiting.join(30)
-    assert codes == [0]
-
-
-def test_the_ranks_module_is_the_one_that_nodes_start() -> None:
-    from pagemill_engine.starting.nodes import RANK_PROCESS
-
-    assert RANK_PROCESS.encode() == drain.RANK_MODULE
+    assert codes == [0, 0]
 
 
 WAITING = """

@@ -23,6 +23,15 @@ _PULL_REASONS = (
     "InvalidImageName",
 )
 _START_REASONS = ("CreateContainerError", "RunContainerError", "PreCreateHookError", "PostStartHookError")
+WAITING_REASONS = (
+    "ImagePullFailed",
+    "ImageNotPresent",
+    "InvalidImageName",
+    "MissingSecret",
+    "MissingConfigMap",
+    "NodeLost",
+)
+"""Reasons of pods whose containers have not ended: they are over as soon as no pod shows them."""
 _GENERIC = ("EngineDied", "EngineFailed", "ServerFailed", "OutOfMemory")
 """Reasons of termination messages that name the effect but not the cause."""
 _BY_KUBELET = (0, 137, 143)
@@ -40,6 +49,10 @@ _REMEDIES = {
     "ModelNotFound": "Correct spec.model.source.",
     "ModelTooLarge": f"The model is spec.model.source; {_MEMORY}.",
     "ModelUnreadable": "Give a complete model in spec.model.source.",
+    "RankMismatch": "Pods of a group need one image and one model: set spec.engine.image to a tag that never changes, "
+    "or its digest, and spec.model.source to a revision that all nodes have.",
+    "RendezvousFailed": "Pods of a group find the first one by the headless Service of their LeaderWorkerSet: check "
+    "the cluster's DNS, and that no other NetworkPolicy (kubectl get networkpolicy) keeps them from each other.",
     "SettingsInvalid": "The engine and the operator differ in version: check spec.engine.image and version.",
     "SettingsUnsupported": "It is a field of spec.engine.",
     "SourceUnavailable": "Check spec.model.source; a gated model needs spec.model.credentialsSecretRef and cache.",

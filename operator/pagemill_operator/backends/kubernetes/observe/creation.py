@@ -8,6 +8,10 @@ from pagemill_operator.backends.kubernetes.observe.cause import Cause, quote, wi
 from pagemill_operator.backends.kubernetes.snapshot import ApplyError
 from pagemill_operator.status.observation import Fault
 
+GROUPS_VERSION = "0.7"
+"""The version of the controller of LeaderWorkerSets that the operator is tested with."""
+_LACKING_FIELD = r"(?<= )\.spec(?!\.leaderWorkerTemplate\.(leader|worker)Template)\.[\w.]+(?=: field not declared)"
+"""A field of a LeaderWorkerSet that its definition lacks; fields of pod templates may be those of spec.template."""
 _TEMPLATED = ("Deployment", "LeaderWorkerSet", "Job")
 _MALFORMED = (422, 500)
 """Status codes of malformed fields: server-side apply answers 500 to a wrong type. Server faults never come here."""
@@ -71,11 +75,15 @@ def not_applied(error: ApplyError) -> Fault:
         return _not_answered(error)
     if error.kind == "LeaderWorkerSet" and error.status_code == 404:
         remedy = (
-            "install its controller (https://lws.sigs.k8s.io/docs/installation/, tested with 0.7), or set "
-            "spec.engine.podsPerReplica to 1"
+            f"install its controller (https://lws.sigs.k8s.io/docs/installation/, tested with {GROUPS_VERSION}), or "
+            "set spec.engine.podsPerReplica to 1"
         )
         message = f"replicas of several pods need LeaderWorkerSets, which this cluster lacks: {remedy}"
         return Fault("Scheduled", "LeaderWorkerSetMissing", message)
+    if error.kind == "LeaderWorkerSet" and (lacking := re.search(_LACKING_FIELD, error.message)):
+        remedy = f"install version {GROUPS_VERSION} of its controller with its definitions"
+        message = f"the LeaderWorkerSets of this cluster lack the field {lacking[0]}: {remedy}"
+        return Fault("Scheduled", "LeaderWorkerSetVersion", message)
     if error.reason == "AlreadyExists":
         return Fault("Scheduled", "NameTaken", quote(error.message))
     if error.kind == "PersistentVolumeClaim" and re.search(_NOT_RESIZABLE, error.message, re.IGNORECASE):

@@ -1,13 +1,24 @@
-"""Turns the pods of a group into one replica: its first pod serves, and one that is missing keeps all from it."""
+"""Turns the pods of a group into one replica: its first pod serves, and one that is missing keeps all from it.
+
+When a container of a group is started again, all of its pods are made again, and what they had reported is gone with
+them. So the cause is read from pods that are being deleted, too, and then from the status, until the group is loaded.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
+from typing import Any
 
+from pagemill_operator.backends.kubernetes.observe.cause import Cause
+from pagemill_operator.backends.kubernetes.observe.container import WAITING_REASONS, termination_cause
 from pagemill_operator.backends.kubernetes.observe.pods import left_s
+from pagemill_operator.backends.kubernetes.render.names import ENGINE, group_name
 from pagemill_operator.backends.kubernetes.snapshot import Manifest
+from pagemill_operator.plan.types import Plan
+from pagemill_operator.status.conditions import OLDER_SERVE
 from pagemill_operator.status.observation import Fault, ReplicaObservation
 
 GROUPS_S = 30.0
@@ -16,40 +27,110 @@ HALF_PLACED_S = 600.0
 """Seconds for which pods of a group may hold places while others find none, before that is said."""
 SIZE = "leaderworkerset.sigs.k8s.io/size"
 GROUP_INDEX, WORKER_INDEX = (f"leaderworkerset.sigs.k8s.io/{each}-index" for each in ("group", "worker"))
+_CONSEQUENCES = ("RendezvousFailed", "RankLost")
+"""Reasons that often follow from another pod's, the farthest one last."""
+_HALF_PLACED = (
+    f"; other pods of the group hold their places for more than {HALF_PLACED_S / 60:.0f} minutes: make room, or let a "
+    "scheduler that places whole groups (Kueue, Volcano) admit it"
+)
 
 
-def workers_of(leader: Manifest, workers: Iterable[Manifest]) -> Iterator[tuple[int, Manifest]]:
-    """Yield the other pods of the group by number."""
+@dataclass(frozen=True)
+class Reported:
+    """What the status says of a group that does not run."""
+
+    group: str
+    cause: Cause
+    lasts: bool
+    """Whether a pod has ended for it, so that new pods do not show it; they show what they wait for themselves."""
+
+
+def reported(owner: Manifest) -> Reported:
+    """Return what the status of this generation says of a group."""
+    conditions = {each["type"]: each for each in (owner.get("status") or {}).get("conditions") or []}
+    ready, scheduled = conditions.get("Ready", {}), conditions.get("Scheduled", {})
+    message = str(ready.get("message", "")).removesuffix(f"; {OLDER_SERVE}")
+    named = re.match(r"pod \S+ of the group (\S+): ", message)
+    if named is None or ready.get("observedGeneration") != owner["metadata"].get("generation"):
+        return Reported("", Cause("", ""), lasts=False)
+    reason = str(ready["reason"])
+    waits = (scheduled.get("status"), scheduled.get("reason")) == ("False", reason) or reason in WAITING_REASONS
+    return Reported(named[1], Cause(reason, message), lasts=not waits)
+
+
+def workers_of(leader: Manifest, workers: Iterable[Manifest]) -> Iterator[Manifest]:
+    """Yield the other pods of the group, also those that are being deleted, by number."""
     group = _label(leader, GROUP_INDEX)
-    for pod in workers:
-        if group and _label(pod, GROUP_INDEX) == group and not pod["metadata"].get("deletionTimestamp"):
-            yield int(_label(pod, WORKER_INDEX) or 0), pod
+    found = (pod for pod in workers if group and _label(pod, GROUP_INDEX) == group)
+    return iter(sorted(found, key=lambda pod: int(_label(pod, WORKER_INDEX) or 0)))
 
 
 def observe_group(
-    leader: Manifest, seen: ReplicaObservation, workers: Mapping[int, ReplicaObservation], now: datetime | None
+    leader: Manifest,
+    seen: ReplicaObservation,
+    workers: Sequence[tuple[Manifest, ReplicaObservation]],
+    before: Reported,
+    now: datetime | None,
 ) -> ReplicaObservation:
     """Return the replica of a group, of which `seen` is the first pod; alone in it: that pod's replica.
 
     A worker's cause comes first: that of the first pod is often that it has lost the worker.
     """
     size = int((leader["metadata"].get("annotations") or {}).get(SIZE, 1))
-    if size == 1 or not seen.live or seen.loaded:
+    if size == 1 or seen.phase == "gone" or seen.loaded:
         return seen
-    pods = [*(workers[number] for number in sorted(workers)), seen]
-    placed = sum(each.phase != "pending" for each in pods)
-    faulty = next((each for each in pods if each.fault), None)
-    if faulty is not None:
-        message = f"pod {faulty.name} of the group {seen.name}: {faulty.message}"
-        if faulty.phase == "pending" and placed and not left_s(leader, HALF_PLACED_S, now):
-            message += (
-                f"; other pods of the group hold their places for more than {HALF_PLACED_S / 60:.0f} minutes: make "
-                "room, or let a scheduler that places whole groups (Kueue, Volcano) admit it"
-            )
-        return replace(seen, phase=faulty.phase, reason=faulty.reason, message=message)
-    if seen.phase == "pending" or placed == size:
+    members = [*workers, (leader, seen)]
+    live = [each for _, each in members if each.live]
+    placed = sum(each.phase != "pending" for each in live)
+    faulty = [each for each in (_with_last_end(*member) for member in members) if each.fault]
+    if faulty:
+        first = min(faulty, key=lambda each: _distance(each.reason))
+        message = f"pod {first.name} of the group {seen.name}: {first.message}"
+        if first.phase == "pending" and placed:
+            is_known = before.group == seen.name and before.cause.message == message + _HALF_PLACED
+            message += _HALF_PLACED if is_known or not left_s(leader, HALF_PLACED_S, now) else ""
+        found = replace(seen, phase=first.phase, reason=first.reason, message=message)
+        return _with_reported(found, before)
+    if not seen.live or seen.phase == "pending" or placed == size:
+        return _with_reported(seen, before)
+    return _with_reported(
+        replace(seen, phase="starting", message=f"{placed} of {size} pods of the group are placed"), before
+    )
+
+
+def _with_last_end(pod: Manifest, seen: ReplicaObservation) -> ReplicaObservation:
+    """Return a pod with the cause for which its engine has ended before: the group is made again because of that.
+
+    One that is being deleted ends, too; so its present end is no cause.
+    """
+    if seen.fault:
         return seen
-    return replace(seen, phase="starting", message=f"{placed} of {size} pods of the group are placed")
+    statuses: list[dict[str, Any]] = pod.get("status", {}).get("containerStatuses") or []
+    status = next((each for each in statuses if each["name"] == ENGINE), {})
+    ended = status.get("lastState", {}).get("terminated")
+    return replace(seen, phase="crashed", **termination_cause(ended)._asdict()) if ended else seen
+
+
+def _with_reported(seen: ReplicaObservation, before: Reported) -> ReplicaObservation:
+    """Return a group that starts again with the cause for which it did, and not with what followed from that."""
+    if not before.lasts or before.group != seen.name:
+        return seen
+    if seen.fault and (seen.phase == "pending" or _distance(seen.reason) <= _distance(before.cause.reason)):
+        return seen
+    return replace(seen, phase="crashed", **before.cause._asdict())
+
+
+def absent_group(before: Reported, replicas: Sequence[ReplicaObservation], plan: Plan) -> list[ReplicaObservation]:
+    """Return the group that is made again and has no pod at this moment, or nothing."""
+    wanted = (f"{group_name(plan.name)}-{number}" for number in range(plan.all_replicas))
+    if not before.lasts or before.group not in wanted or any(each.name == before.group for each in replicas):
+        return []
+    return [ReplicaObservation(before.group, "crashed", plan.groups[0].digest, *before.cause)]
+
+
+def _distance(reason: str) -> int:
+    """Return how far a reason is from the first cause."""
+    return _CONSEQUENCES.index(reason) + 1 if reason in _CONSEQUENCES else 0
 
 
 def groups_not_made(groups: Manifest, left: float) -> Fault | None:

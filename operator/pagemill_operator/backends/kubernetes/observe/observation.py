@@ -14,8 +14,10 @@ from pagemill_operator.backends.kubernetes.observe.creation import not_applied, 
 from pagemill_operator.backends.kubernetes.observe.groups import (
     GROUPS_S,
     HALF_PLACED_S,
+    absent_group,
     groups_not_made,
     observe_group,
+    reported,
     workers_of,
 )
 from pagemill_operator.backends.kubernetes.observe.pods import left_s, observe_pod, runs_loader
@@ -109,11 +111,12 @@ def _replicas(snapshot: Snapshot, plan: Plan | None, now: datetime | None) -> li
         seen = observe_pod(pod, ENGINE, digest, process, sleeps=sleeps, loads=bool(snapshot.progress))
         return _with_policy(snapshot, _with_claim(snapshot, seen, now))
 
-    workers = snapshot.component_pods(WORKER)
-    return [
-        observe_group(pod, observed(pod), {at: observed(each) for at, each in workers_of(pod, workers)}, now)
+    workers, before = snapshot.component_pods(WORKER), reported(snapshot.owner)
+    found = [
+        observe_group(pod, observed(pod), [(each, observed(each)) for each in workers_of(pod, workers)], before, now)
         for pod in snapshot.component_pods(ENGINE)
     ]
+    return [*found, *absent_group(before, found, plan)] if plan and plan.pods_per_replica > 1 else found
 
 
 def _current_template(snapshot: Snapshot, plan: Plan | None) -> str | None:
@@ -217,7 +220,7 @@ def _fault(
         return Fault("Scheduled", *lost)
     if plan is not None and plan.pods_per_replica > 1:
         groups = snapshot.child(*workload_at(plan))
-        has_pods = bool(snapshot.component_pods(ENGINE))
+        has_pods = bool(snapshot.component_pods(ENGINE)) or reported(snapshot.owner).lasts
         return None if groups is None or has_pods else groups_not_made(groups, left_s(groups, GROUPS_S, now))
     deployment = snapshot.child("Deployment", engine_name(snapshot.name))
     if deployment is None or loader is not None:
