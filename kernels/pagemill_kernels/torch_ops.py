@@ -30,6 +30,7 @@ from pagemill_kernels.paged_attention.batch import AttentionBatch
 from pagemill_kernels.recurrent import native as recurrent
 from pagemill_kernels.recurrent.batch import StateBatch
 from pagemill_kernels.recurrent.reference import Convolution, DeltaHeads
+from pagemill_kernels.recurrent.state_space import StateSpaceHeads
 from pagemill_kernels.rope import native as rope
 from pagemill_kernels.torch_arrays import from_torch, to_torch
 
@@ -82,7 +83,23 @@ def delta_rule(
 ) -> Tensor:
     of_step = from_torch(x), from_torch(rates.float()), from_torch(gates.float())
     of_heads = from_torch(heads.decays), from_torch(heads.biases), from_torch(heads.norm.float())
-    return to_torch(recurrent.delta_rule(*of_step, *of_heads, heads.eps, from_torch(states), from_torch(log), plan))
+    kept = from_torch(states), from_torch(log)
+    return to_torch(recurrent.delta_rule(*of_step, *of_heads, heads.eps, heads.rate_scale, *kept, plan))
+
+
+def state_space(
+    x: Tensor,
+    steps: Tensor,
+    gates: Tensor,
+    heads: StateSpaceHeads,
+    states: Tensor,
+    log: Tensor,
+    plan: recurrent.NativeStates,
+) -> Tensor:
+    of_step = from_torch(x.float()), from_torch(steps.float()), from_torch(gates.float())
+    of_heads = from_torch(heads.decays), from_torch(heads.biases), from_torch(heads.skips), _optional(heads.norm)
+    kept = from_torch(states), from_torch(log)
+    return to_torch(recurrent.state_space(*of_step, *of_heads, *heads[4:], *kept, plan))
 
 
 def plan_attention(batch: AttentionBatch, sliding_window: int | None, dtype: torch.dtype, device: torch.device) -> Plan:

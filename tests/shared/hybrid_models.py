@@ -45,6 +45,56 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5-moe": ("Qwen3_5MoeForCausalLM", {**QWEN, **EXPERTS, "linear_conv_kernel_dim": 4}),
     "qwen3-next": ("Qwen3NextForCausalLM", {**QWEN, **EXPERTS, "decoder_sparse_step": 2}),
 }
+MAMBA = {
+    "hidden_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "max_position_embeddings": 256,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 12,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 10,
+    "mamba_d_conv": 3,
+    "mamba_chunk_size": 13,
+    "head_dim": 32,
+}
+STATE_SPACES: dict[str, tuple[str, dict[str, Any]]] = {
+    "bamba": ("BambaForCausalLM", {**MAMBA, "attn_layer_indices": [1, 2]}),
+    "falcon-h1": (
+        "FalconH1ForCausalLM",
+        {
+            **MAMBA,
+            "mamba_d_ssm": 96,
+            "num_hidden_layers": 2,
+            "embedding_multiplier": 3.0,
+            "lm_head_multiplier": 0.4,
+            "mlp_multipliers": [0.6, 1.7],
+            "key_multiplier": 0.5,
+            "attention_in_multiplier": 1.3,
+            "attention_out_multiplier": 0.8,
+            "ssm_multipliers": [0.7, 1.2, 0.8, 1.1, 0.6],
+            "ssm_in_multiplier": 1.4,
+            "ssm_out_multiplier": 0.9,
+        },
+    ),
+    "granitemoehybrid": (
+        "GraniteMoeHybridForCausalLM",
+        {
+            **MAMBA,
+            "layer_types": ["mamba", "attention", "mamba", "attention"],
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 40,
+            "shared_intermediate_size": 24,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.6,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 1.5,
+        },
+    ),
+}
 SHORT: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": ("Lfm2ForCausalLM", LFM2),
     "lfm2 with biases, a kernel of four, untied": (

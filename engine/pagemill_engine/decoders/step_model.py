@@ -36,6 +36,8 @@ class StateArrays(NamedTuple):
     """[rows, tokens of a block, inputs_per_token]: the tokens since the state."""
     inputs: Array
     """[rows, width - 1, channels]: the last values of each row."""
+    vectors: Array | None = None
+    """Keys and values of attention in the same layer."""
 
 
 LayerCache = Array | StateArrays

@@ -137,14 +137,14 @@ class KVCache:
             logs = {layer: self._logs_of(each) for layer, each in self._states.items()}
         except MemoryError as error:
             raise too_large(max(self._counts), self._block_size, self.num_bytes) from error
-        found = {
-            layer: blocks
-            for layers, own in zip(self._layers_of, self.of_kinds, strict=True)
-            for layer, blocks in zip(layers, own.layers, strict=True)
-        }
-        arrays = {layer: _state_arrays(each, found[layer], logs[layer]) for layer, each in self._states.items()}
+        vectors: dict[int, Array] = {}
+        states: dict[int, Array] = {}
+        for layers, own, kind in zip(self._layers_of, self.of_kinds, self.cache_kinds, strict=True):
+            (states if kind.state else vectors).update(zip(layers, own.layers, strict=True))
         nothing = np.empty(0, dtypes[0])
-        self.layers = [arrays.get(layer, found.get(layer, nothing)) for layer in range(len(self._shapes))]
+        self.layers = [vectors.get(layer, nothing) for layer in range(len(self._shapes))]
+        for layer, each in self._states.items():
+            self.layers[layer] = _state_arrays(each, states[layer], logs[layer])._replace(vectors=vectors.get(layer))
 
     def _logs_of(self, spec: StateSpec) -> tuple[Array, Array]:
         """Return the logs of all rows of a recurrent layer, and the last inputs of its convolution."""

@@ -109,10 +109,7 @@ class TorchModel:
         return classifier_of(self.model)
 
     def use_caches(self, caches: Sequence[LayerCache]) -> None:
-        self._caches = [
-            StateTensors(*map(to_torch, cache)) if isinstance(cache, StateArrays) else to_torch(cache)
-            for cache in caches
-        ]
+        self._caches = [_tensors(cache) for cache in caches]
 
     def keep_before(self, layers: Sequence[int]) -> None:
         if layers:
@@ -156,3 +153,10 @@ class TorchModel:
             hidden=None if step.hidden is None else to_torch(step.hidden),
             states=None if step.states is None else ops.plan_states(step.states),
         )
+
+
+def _tensors(cache: LayerCache) -> Tensor | StateTensors:
+    if not isinstance(cache, StateArrays):
+        return to_torch(cache)
+    *kept, vectors = cache
+    return StateTensors(*map(to_torch, kept), None if vectors is None else to_torch(vectors))

@@ -17,7 +17,7 @@ from pagemill_kernels.cpu import processor
 
 logger = logging.getLogger(__name__)
 
-ABI_VERSION = 27
+ABI_VERSION = 28
 PANEL = 16
 """Outputs of one panel of a packed weight."""
 ADAPTER_PANEL, ADAPTER_RANKS = 64, 8
@@ -273,18 +273,23 @@ class ConvolutionArgs(ctypes.Structure):
     )
 
 
-class DeltaRuleArgs(ctypes.Structure):
+class RecurrenceArgs(ctypes.Structure):
     _fields_ = (
         *_STATE_ROWS,
-        ("x", c_void_p),
+        ("queries", c_void_p),
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("steps", c_void_p),
         ("rates", c_void_p),
         ("gates", c_void_p),
         ("decays", c_void_p),
         ("biases", c_void_p),
+        ("skips", c_void_p),
         ("norm", c_void_p),
         ("states", c_void_p),
         ("log", c_void_p),
         ("out", c_void_p),
+        ("step_stride", c_int64),
         ("gate_stride", c_int64),
         ("log_stride", c_int64),
         ("log_values", c_int64),
@@ -292,7 +297,13 @@ class DeltaRuleArgs(ctypes.Structure):
         ("num_values", c_int64),
         ("key_dim", c_int64),
         ("value_dim", c_int64),
+        ("norm_size", c_int64),
+        ("norm_stride", c_int64),
         ("eps", c_float),
+        ("least_step", c_float),
+        ("most_step", c_float),
+        ("rate_scale", c_float),
+        ("gates_first", c_int32),
         ("padding", c_int32),
     )
 
@@ -324,7 +335,7 @@ _SIGNATURES = {
         c_int32,
     ),
     "pagemill_causal_convolution": (POINTER(ConvolutionArgs),),
-    "pagemill_delta_rule": (POINTER(DeltaRuleArgs),),
+    "pagemill_recurrence": (POINTER(RecurrenceArgs),),
     "pagemill_silu_and_mul": (c_void_p, c_int64, c_int64, c_void_p, c_int32, c_int32),
     "pagemill_experts": (
         c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64,

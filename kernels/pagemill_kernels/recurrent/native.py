@@ -1,4 +1,4 @@
-"""Recurrent layers over native kernels, in float32. Shapes are those of `reference.py`."""
+"""Recurrent layers over native kernels, in float32. Shapes are those of `reference.py` and `state_space.py`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from pagemill_kernels import arrays
 from pagemill_kernels.arrays import Array, address, optional_address
 from pagemill_kernels.cpu import launch
-from pagemill_kernels.cpu.library import ConvolutionArgs, DeltaRuleArgs
+from pagemill_kernels.cpu.library import ConvolutionArgs, RecurrenceArgs
 from pagemill_kernels.recurrent.batch import StateBatch
 
 
@@ -71,32 +71,105 @@ def delta_rule(
     biases: Array,
     norm: Array,
     eps: float,
+    rate_scale: float,
     states: Array,
     log: Array,
     rows: NativeStates,
 ) -> Array:
-    x, gates, rates = launch.rows(x), launch.rows(gates), np.ascontiguousarray(rates)
-    num_values, key_dim, value_dim = states.shape[1:]
-    out = arrays.empty((len(x), num_values, value_dim))
-    arguments = DeltaRuleArgs(
-        x=address(x),
+    x, rates = launch.rows(x), np.ascontiguousarray(rates)
+    num_values, _, value_dim = states.shape[1:]
+    of_keys = (x.shape[1] - num_values * value_dim) // 2
+    return _recurrence(
+        (x[:, :of_keys], x[:, of_keys : 2 * of_keys], x[:, 2 * of_keys :]),
+        rates[:, num_values:],
+        gates,
+        states,
+        log,
+        rows,
         rates=address(rates),
-        gates=address(gates),
         decays=address(decays),
         biases=address(biases),
         norm=address(norm),
+        norm_size=value_dim,
+        eps=eps,
+        most_step=np.inf,
+        rate_scale=rate_scale,
+    )
+
+
+def state_space(
+    x: Array,
+    steps: Array,
+    gates: Array,
+    decays: Array,
+    biases: Array,
+    skips: Array,
+    norm: Array | None,
+    norm_size: int,
+    eps: float,
+    gates_first: bool,
+    step_limits: tuple[float, float],
+    states: Array,
+    log: Array,
+    rows: NativeStates,
+) -> Array:
+    x = launch.rows(x)
+    num_values, _, value_dim = states.shape[1:]
+    of_values = num_values * value_dim
+    of_keys = (x.shape[1] - of_values) // 2
+    return _recurrence(
+        (x[:, of_values + of_keys :], x[:, of_values : of_values + of_keys], x[:, :of_values]),
+        launch.rows(steps),
+        gates,
+        states,
+        log,
+        rows,
+        decays=address(decays),
+        biases=address(biases),
+        skips=address(skips),
+        norm=optional_address(norm),
+        norm_size=norm_size,
+        norm_stride=norm_size,
+        eps=eps,
+        least_step=step_limits[0],
+        most_step=step_limits[1],
+        gates_first=gates_first,
+    )
+
+
+def _recurrence(
+    x: tuple[Array, Array, Array],
+    steps: Array,
+    gates: Array,
+    states: Array,
+    log: Array,
+    rows: NativeStates,
+    **others: float,
+) -> Array:
+    """Compute a recurrence. `x`: queries, keys and values, which are parts of the same rows."""
+    queries, keys, values = x
+    gates = launch.rows(gates)
+    num_values, key_dim, value_dim = states.shape[1:]
+    out = arrays.empty((len(values), num_values, value_dim))
+    arguments = RecurrenceArgs(
+        queries=address(queries),
+        keys=address(keys),
+        values=address(values),
+        steps=address(steps),
+        gates=address(gates),
         states=address(states),
         log=address(log),
         out=address(out),
+        step_stride=launch.row_stride(steps),
         gate_stride=launch.row_stride(gates),
         log_stride=launch.row_stride(log),
         log_values=log.shape[2],
-        num_keys=(x.shape[1] - num_values * value_dim) // (2 * key_dim),
+        num_keys=queries.shape[1] // key_dim,
         num_values=num_values,
         key_dim=key_dim,
         value_dim=value_dim,
-        eps=eps,
-        **rows.arguments(x, states),
+        **others,
+        **rows.arguments(values, states),
     )
-    launch.native().pagemill_delta_rule(arguments)
+    launch.native().pagemill_recurrence(arguments)
     return out

@@ -108,5 +108,21 @@ def plan_states(batch: StateBatch) -> StatePlan:
     )
 
 
+class Groups:
+    """Arranges the values of tokens by groups, with zeros in the places without a token."""
+
+    def __init__(self, plan: StatePlan) -> None:
+        self._plan = plan
+
+    def fill(self, values: Tensor, logged: Tensor | None = None) -> Tensor:
+        """Return values, [tokens, heads, ...], as [groups, heads, block_size, ...]. logged: those of logged tokens."""
+        plan = self._plan
+        out = torch.zeros(plan.num_groups, plan.block_size, *values.shape[1:])
+        out[plan.groups, plan.places] = values
+        if logged is not None:
+            out[plan.log_groups, plan.log_group_places] = logged
+        return out.transpose(1, 2)
+
+
 def _tensor(values: NDArray[np.generic]) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(values))

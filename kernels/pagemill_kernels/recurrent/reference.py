@@ -1,4 +1,4 @@
-"""The formulas of recurrent layers, in float32.
+"""The formulas of the short convolution and the delta rule, in float32. `state_space` has that of Mamba 2.
 
 The delta rule of one value head, with keys k of length one, decays g (logarithms, at most 0) and rates b:
 S_t = exp(g_t) S_(t-1) + k_t u_t^T with u_t = b_t (v_t - exp(g_t) S_(t-1)^T k_t), and o_t = S_t^T q_t. With c the sum of
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pagemill_kernels.norm.reference import rms_norm
-from pagemill_kernels.recurrent.plan import StatePlan
+from pagemill_kernels.recurrent.plan import Groups, StatePlan
 
 NORM_EPS = 1e-6
 
@@ -40,6 +40,8 @@ class DeltaHeads(NamedTuple):
     norm: Tensor
     """[value_dim]."""
     eps: float
+    rate_scale: float = 1.0
+    """Factor on b."""
 
 
 def causal_convolution(x: Tensor, kernel: Convolution, windows: Tensor, inputs: Tensor, plan: StatePlan) -> Tensor:
@@ -76,8 +78,8 @@ def delta_rule(
     """Return the outputs, [tokens, value heads, value_dim], each normalised and times silu(gate); write states and log.
 
     x: [tokens, ...], the queries and keys of all key heads, then the values of all value heads; key heads divide value
-    heads. rates: [tokens, 2 * value heads]: b is the sigmoid of the first half, g = decays * softplus(the second +
-    biases). gates: [tokens, value heads * value_dim].
+    heads. rates: [tokens, 2 * value heads]: b is rate_scale times the sigmoid of the first half, g = decays *
+    softplus(the second + biases). gates: [tokens, value heads * value_dim].
     states: [slots, value heads, key_dim, value_dim]. log: [rows, places, values of a token].
     """
     num_values, key_dim, value_dim = states.shape[1:]
@@ -87,9 +89,9 @@ def delta_rule(
     sizes = [num_keys * key_dim, num_values * value_dim, num_values]
     query, key = _of_length_one(query) * key_dim**-0.5, _of_length_one(key)
     logged = torch.split(log[plan.log_rows, plan.log_places], sizes, -1)
-    groups = _Groups(plan)
+    groups = Groups(plan)
     rate, step = rates.float().chunk(2, -1)
-    rate, decay = rate.sigmoid(), heads.decays * F.softplus(step + heads.biases)
+    rate, decay = heads.rate_scale * rate.sigmoid(), heads.decays * F.softplus(step + heads.biases)
     queries = groups.fill(query)
     keys = groups.fill(key, logged[0].reshape(-1, num_keys, key_dim))
     decays = groups.fill(decay, logged[2]).cumsum(2)
@@ -128,22 +130,6 @@ def delta_rule(
     )
     out = rms_norm(outputs.transpose(1, 2)[plan.groups, plan.places], heads.norm.float(), heads.eps)
     return out * F.silu(gates.float().reshape(out.shape))
-
-
-class _Groups:
-    """Arranges the values of tokens by groups, with zeros in the places without a token."""
-
-    def __init__(self, plan: StatePlan) -> None:
-        self._plan = plan
-
-    def fill(self, values: Tensor, logged: Tensor | None = None) -> Tensor:
-        """Return values, [tokens, heads, ...], as [groups, heads, block_size, ...]. logged: those of logged tokens."""
-        plan = self._plan
-        out = torch.zeros(plan.num_groups, plan.block_size, *values.shape[1:])
-        out[plan.groups, plan.places] = values
-        if logged is not None:
-            out[plan.log_groups, plan.log_group_places] = logged
-        return out.transpose(1, 2)
 
 
 def _of_length_one(x: Tensor) -> Tensor:

@@ -13,7 +13,18 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 import pytest
-from hybrid_models import EXPERTS, LFM2, MODELS, QWEN, SHORT, VARIANTS, check_greedy, prompts_of, write_hybrid
+from hybrid_models import (
+    EXPERTS,
+    LFM2,
+    MODELS,
+    QWEN,
+    SHORT,
+    STATE_SPACES,
+    VARIANTS,
+    check_greedy,
+    prompts_of,
+    write_hybrid,
+)
 from safetensors.numpy import load_file, save_file
 
 from pagemill_engine.config import EngineConfig
@@ -66,7 +77,7 @@ def load(
     def get(name: str) -> Hybrid:
         if name not in made:
             folder = tmp_path_factory.mktemp("hybrid")
-            reference = write_hybrid(*(MODELS | VARIANTS | SHORT)[name], folder)
+            reference = write_hybrid(*(MODELS | VARIANTS | SHORT | STATE_SPACES)[name], folder)
             runner = runner_loader(folder)
             spoil(runner)
             made[name] = Hybrid(folder, reference, runner, make_driver(runner))
@@ -105,8 +116,16 @@ def test_short_convolutions_equal_transformers(name: str, load: Load) -> None:
     hybrid.check(prompts, max_num_batched_tokens=7, enable_prefix_caching=False)
 
 
+@pytest.mark.parametrize("name", STATE_SPACES)
+def test_state_spaces_equal_transformers(name: str, load: Load) -> None:
+    hybrid = load(name)
+    prompts = prompts_of((1, 2, 15, 33, 90))
+    hybrid.check(prompts, max_num_batched_tokens=40)
+    hybrid.check(prompts, max_num_batched_tokens=7, enable_prefix_caching=False)
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("name", [*MODELS, *SHORT])
+@pytest.mark.parametrize("name", [*MODELS, *SHORT, *STATE_SPACES])
 @pytest.mark.parametrize("backend", ["reference", "cpu", "cpu_native"])
 def test_every_backend_equals_transformers(
     name: str, backend: str, load: Load, runner_loader: Callable[..., Any], make_driver: Callable[[Any], Any]

@@ -1,4 +1,4 @@
-"""The blocks of a layer: attention over the paged cache, recurrent layers over states, and MLPs.
+"""The blocks of a layer: attention over the paged cache, and MLPs. `recurrent_blocks` has those over states.
 
 A block computes up to its last matmul (`inner`); the layer calls `output`, which adds to the residual.
 """
@@ -11,13 +11,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from pagemill_engine.decoders.on_torch.context import ForwardContext, ProductContext, StateTensors
-from pagemill_engine.decoders.on_torch.layers import Layer, Linear, Norm, Taps, VectorWeights
+from pagemill_engine.decoders.on_torch.context import ForwardContext, ProductContext
+from pagemill_engine.decoders.on_torch.layers import Layer, Linear, Norm, VectorWeights
 from pagemill_engine.decoders.row_order import norm_order, qkv_order
-from pagemill_kernels.recurrent.reference import Convolution, DeltaHeads
 from pagemill_kernels.registry import Ops
 from pagemill_kernels.rope.reference import HeadNorms
-from pagemill_models.declaration.caches import DeltaRuleSpec, ShortConvolutionSpec
 from pagemill_models.declaration.declaration import AttentionSpec, MLPSpec, NormSpec, QueryGrowth
 
 
@@ -139,60 +137,6 @@ class Attention:
             for norm in (query, key)
         )
         return HeadNorms(query.weight, key.weight, query.eps) if alike else None
-
-
-class DeltaRule:
-    """The gated delta rule: products, a short convolution, the rule over the rows' states, a gated norm."""
-
-    def __init__(self, spec: DeltaRuleSpec, ops: Ops, dtype: torch.dtype, number: int, layer: int) -> None:
-        """Build the block. `number`: that of its first linear layer. `layer`: the layer's, that of its states."""
-        self.spec, self.dtype = spec, dtype
-        self._ops, self._layer = ops, layer
-        heads = (spec.num_value_heads,)
-        self.inputs = Linear(spec.inputs, ops, dtype, number)
-        self.rates = Linear(spec.rates, ops, dtype, number + 1)
-        self.output = Linear(spec.output, ops, dtype, number + 2)
-        self.taps = Taps(f"{spec.name}.conv1d.weight", (spec.channels, 1, spec.width), ops)
-        self.decay = VectorWeights(f"{spec.name}.A_log", heads, ops)
-        self.bias = VectorWeights(f"{spec.name}.dt_bias", heads, ops)
-        self.norm = Norm(spec.norm, ops, dtype)
-
-    def layers(self) -> Iterator[Layer]:
-        yield from (self.inputs, self.rates, self.output, self.taps, self.decay, self.bias, self.norm)
-
-    def inner(self, x: Tensor, context: ForwardContext) -> Tensor:
-        spec, plan, cache = self.spec, context.states, context.kv_caches[self._layer]
-        assert isinstance(cache, StateTensors)
-        mixed, gate = torch.split(self.inputs(x, context), [spec.channels, spec.num_value_heads * spec.value_dim], -1)
-        mixed = self._ops.causal_convolution(mixed, Convolution(self.taps.values), cache.windows, cache.inputs, plan)
-        heads = DeltaHeads(-self.decay.values.exp(), self.bias.values, self.norm.weight, self.norm.eps)
-        rates = self.rates(x, context)
-        out = self._ops.delta_rule(mixed, rates, gate, heads, cache.states, cache.log, plan)
-        return out.to(self.dtype).view(len(x), -1)
-
-
-class ShortConvolution:
-    """A short convolution between two gates."""
-
-    def __init__(self, spec: ShortConvolutionSpec, ops: Ops, dtype: torch.dtype, number: int, layer: int) -> None:
-        """Build the block. The arguments are those of `DeltaRule`."""
-        self.dtype = dtype
-        self._ops, self._layer = ops, layer
-        self.inputs = Linear(spec.inputs, ops, dtype, number)
-        self.output = Linear(spec.output, ops, dtype, number + 1)
-        self.taps = Taps(f"{spec.name}.weight", (spec.channels, 1, spec.width), ops)
-        self.bias = VectorWeights(f"{spec.name}.bias", (spec.channels,), ops) if spec.bias else None
-
-    def layers(self) -> Iterator[Layer]:
-        yield from (each for each in (self.inputs, self.output, self.taps, self.bias) if each is not None)
-
-    def inner(self, x: Tensor, context: ForwardContext) -> Tensor:
-        cache = context.kv_caches[self._layer]
-        assert isinstance(cache, StateTensors)
-        before, behind, values = self.inputs(x, context).chunk(3, -1)
-        kernel = Convolution(self.taps.values, None if self.bias is None else self.bias.values, activated=False)
-        mixed = self._ops.causal_convolution(before * values, kernel, cache.windows, cache.inputs, context.states)
-        return (behind * mixed).to(self.dtype)
 
 
 class MLP:

@@ -44,6 +44,7 @@ class StateTensors(NamedTuple):
     windows: Tensor
     log: Tensor
     inputs: Tensor
+    vectors: Tensor | None = None
 
 
 @dataclass(slots=True, frozen=True)
@@ -75,5 +76,12 @@ class ForwardContext:
     def vectors(self, layer: int) -> Tensor:
         """Return the cache of a layer's keys and values."""
         cache = self.kv_caches[layer]
-        assert isinstance(cache, Tensor)
+        vectors = cache.vectors if isinstance(cache, StateTensors) else cache
+        assert vectors is not None
+        return vectors
+
+    def state(self, layer: int) -> StateTensors:
+        """Return what a recurrent layer keeps."""
+        cache = self.kv_caches[layer]
+        assert isinstance(cache, StateTensors)
         return cache

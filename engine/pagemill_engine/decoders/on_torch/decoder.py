@@ -16,18 +16,17 @@ from torch import Tensor
 from pagemill_engine.decoders.on_torch.blocks import (
     MLP,
     Attention,
-    DeltaRule,
     LayerBlock,
     LayerInputMLP,
-    ShortConvolution,
 )
 from pagemill_engine.decoders.on_torch.context import ALONE, ForwardContext, ProductContext
 from pagemill_engine.decoders.on_torch.encoder_attention import EncoderAttention
 from pagemill_engine.decoders.on_torch.experts import MoE
 from pagemill_engine.decoders.on_torch.latent_attention import LatentAttention
 from pagemill_engine.decoders.on_torch.layers import Embedding, HasWeights, Layer, Linear, Norm, Table, VectorWeights
+from pagemill_engine.decoders.on_torch.recurrent_blocks import DeltaRule, ShortConvolution, StateSpace
 from pagemill_kernels.registry import Ops
-from pagemill_models.declaration.caches import DeltaRuleSpec, ShortConvolutionSpec
+from pagemill_models.declaration.caches import DeltaRuleSpec, ShortConvolutionSpec, StateSpaceSpec
 from pagemill_models.declaration.declaration import (
     BlockSpec,
     BranchSpec,
@@ -66,6 +65,8 @@ class LayerBuilder:
             return (MLP if spec.layer_input is None else LayerInputMLP)(spec, self._ops, self._dtype, number)
         if isinstance(spec, DeltaRuleSpec):
             return DeltaRule(spec, self._ops, self._dtype, number, layer)
+        if isinstance(spec, StateSpaceSpec):
+            return StateSpace(spec, self._ops, self._dtype, number, layer)
         if isinstance(spec, ShortConvolutionSpec):
             return ShortConvolution(spec, self._ops, self._dtype, number, layer)
         rotation = None if spec.rope is None else self._rotations.index((spec.rope, spec.rotary_table_dim))

@@ -5,7 +5,7 @@
 
 namespace pagemill {
 
-constexpr int32_t kAbiVersion = 27;
+constexpr int32_t kAbiVersion = 28;
 
 // The first four formats, kFloats8 (e4m3) and kFloats4 (values of a table) are multiplied in float32. kDots4 and kDots8
 // round activations to 16-bit integers (dots.cpp), kPairs rounds them to bfloat16 (bfloat16.cpp). From
@@ -201,25 +201,37 @@ struct ConvolutionArgs : StateRows {
   int32_t padding;
 };
 
-// The gated delta rule with a gated norm; recurrent.cpp.
-struct DeltaRuleArgs : StateRows {
-  const float* x;      // [tokens]: queries and keys of all key heads, values of all value heads
-  const float* rates;  // [tokens][2 * num_values]: what rates are the sigmoid of, and what decays are computed from
-  const float* gates;  // [tokens]: of all value heads
-  const float* decays;  // [num_values]: factors of the softplus of a rate and its bias
-  const float* biases;  // [num_values]
-  const float* norm;    // [value_dim]
+// A recurrence with a gated norm; recurrent.cpp. With rates: the gated delta rule. Without: a state space, whose rates
+// are the steps.
+struct RecurrenceArgs : StateRows {
+  const float* queries;  // [tokens], x_stride apart as the next two: of all key heads
+  const float* keys;
+  const float* values;  // of all value heads
+  const float* steps;   // [tokens][num_values], step_stride apart as the next: what steps are the softplus of
+  const float* rates;   // what rates are the sigmoid of; null: they are the steps
+  const float* gates;   // [tokens], gate_stride apart: of all value heads
+  const float* decays;  // [num_values]: factors of the steps
+  const float* biases;  // [num_values]: added to `steps`
+  const float* skips;   // [num_values]: factors of values in outputs; null: none
+  const float* norm;    // weights of the norms, norm_stride apart; null: outputs are only gated
   float* states;        // [slots][num_values][key_dim][value_dim]
-  float* log;           // [rows][block_size or more][log_values]: keys, corrected values, decays
+  float* log;           // [rows][block_size or more][log_values]: keys, values times rates, decays
   float* out;           // [tokens][num_values][value_dim]
-  int64_t gate_stride;  // floats between two tokens
-  int64_t log_stride;   // floats between two rows
+  int64_t step_stride;  // floats between two tokens
+  int64_t gate_stride;
+  int64_t log_stride;  // floats between two rows
   int64_t log_values;
   int64_t num_keys;
   int64_t num_values;
   int64_t key_dim;
   int64_t value_dim;
-  float eps;  // of the norm
+  int64_t norm_size;    // values that are normalised together
+  int64_t norm_stride;  // 0: all norms have the same weights
+  float eps;            // of the norm
+  float least_step;
+  float most_step;
+  float rate_scale;
+  int32_t gates_first;  // whether gates are multiplied in before the norm
   int32_t padding;
 };
 

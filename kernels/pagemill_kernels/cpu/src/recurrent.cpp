@@ -1,5 +1,5 @@
-// Recurrent layers: a short causal convolution, and the gated delta rule over states at block boundaries and logs of the
-// tokens since. The formulas are in recurrent/reference.py.
+// Recurrent layers: a short causal convolution, and recurrences over states at block boundaries and logs of the tokens
+// since: the gated delta rule and the state-space duality. The formulas are in recurrent/reference.py and state_space.py.
 #include <algorithm>
 #include <cmath>
 #include <vector>
@@ -46,11 +46,12 @@ void multiply_rows(const float* x, int64_t rows, int64_t inner, const float* s, 
   int64_t r = 0;
   for (; r + 8 <= rows; r += 8) multiply<8>(x + r * inner, inner, s, columns, out + r * columns);
   for (; r + 2 <= rows; r += 2) multiply<2>(x + r * inner, inner, s, columns, out + r * columns);
+  for (; r < rows; ++r) multiply<1>(x + r * inner, inner, s, columns, out + r * columns);
 }
 
 // to[k][v] = factor * from[k][v] + sum over i of weights[i] * keys[i][k] * values[i][v]; to may be from.
-void fold(const float* from, float factor, const float* weights, const float* keys, const float* values, int64_t count,
-          int64_t inner, int64_t columns, float* to) {
+void fold(const float* from, float factor, const float* weights, const float* const* keys, const float* const* values,
+          int64_t count, int64_t inner, int64_t columns, float* to) {
   for (int64_t k = 0; k < inner; ++k) {
     const float* before = from + k * columns;
     float* after = to + k * columns;
@@ -58,12 +59,12 @@ void fold(const float* from, float factor, const float* weights, const float* ke
     for (; v + kWidest <= columns; v += kWidest) {
       Widest total = load_as<Widest>(before + v) * factor;
       for (int64_t i = 0; i < count; ++i)
-        total += load_as<Widest>(values + i * columns + v) * (weights[i] * keys[i * inner + k]);
+        total += load_as<Widest>(values[i] + v) * (weights[i] * keys[i][k]);
       std::memcpy(after + v, &total, sizeof total);
     }
     for (; v < columns; ++v) {
       float total = before[v] * factor;
-      for (int64_t i = 0; i < count; ++i) total += values[i * columns + v] * (weights[i] * keys[i * inner + k]);
+      for (int64_t i = 0; i < count; ++i) total += values[i][v] * (weights[i] * keys[i][k]);
       after[v] = total;
     }
   }
@@ -90,64 +91,27 @@ void normalize(const float* from, int64_t size, float factor, float* to) {
   for (int64_t i = 0; i < size; ++i) to[i] = from[i] * scale;
 }
 
-// What a thread needs for the heads of one key head of one request.
+// What a thread needs for one value head of one request.
 struct Scratch {
-  Scratch(const DeltaRuleArgs& a)
-      : keys(a.block_size * a.key_dim), queries(a.block_size * a.key_dim), both(2 * a.block_size * a.key_dim),
-        read(2 * a.block_size * a.value_dim), values(a.block_size * a.value_dim), sums(a.block_size),
-        weights(a.block_size), state(a.key_dim * a.value_dim) {}
-  std::vector<float> keys, queries, both, read, values, sums, weights, state;
+  Scratch(const RecurrenceArgs& a)
+      : rows(2 * a.block_size * a.key_dim), read(2 * a.block_size * a.value_dim), fresh(a.block_size * a.value_dim),
+        sums(a.block_size), steps(a.block_size), weights(a.block_size), state(a.key_dim * a.value_dim),
+        keys(a.block_size), values(a.block_size) {}
+  std::vector<float> rows, read, fresh, sums, steps, weights, state;
+  std::vector<const float*> keys, values;
 };
 
-class DeltaRule {
+class Recurrence {
  public:
-  DeltaRule(const DeltaRuleArgs& args, Scratch& scratch, int64_t request, int64_t key_head)
-      : a(args), own(scratch), request(request), key_head(key_head) {}
+  Recurrence(const RecurrenceArgs& args, int64_t request) : a(args), request(request) {}
 
-  void run() {
-    const int64_t repeats = a.num_values / a.num_keys;
-    for (int64_t h = key_head * repeats; h < (key_head + 1) * repeats; ++h) value_head(h);
-    log_keys();
-  }
-
- private:
-  const DeltaRuleArgs& a;
-  Scratch& own;
-  const int64_t request, key_head;
-  const int64_t first = a.starts[request], count = a.starts[request + 1] - first, logged = a.num_logged[request];
-  const int64_t total = logged + count;
-  const int64_t folded =
-      a.write_starts[request + 1] > a.write_starts[request] ? a.write_blocks[a.write_starts[request + 1] - 1] : 0;
-  float* const log = a.log + a.rows[request] * a.log_stride;
-
-  const float* token(int64_t place) const { return a.x + (first + place - logged) * a.x_stride; }
-  float* log_of(int64_t place) const { return log + place * a.log_values; }
-  int64_t log_values_at(int64_t head) const { return a.num_keys * a.key_dim + head * a.value_dim; }
-  int64_t log_decay_at(int64_t head) const { return a.num_keys * a.key_dim + a.num_values * a.value_dim + head; }
-
-  float decay_of(int64_t at, int64_t head) const {
-    const float step = a.rates[(2 * at + 1) * a.num_values + head] + a.biases[head];
-    return a.decays[head] * (step > 20.0f ? step : std::log1p(std::exp(step)));
-  }
-
-  // Normalises the values of a head and multiplies them by silu of their gates.
-  void gate(const float* gates, float* out) const {
-    const int64_t size = a.value_dim;
-    const float scale = 1.0f / std::sqrt(dot(out, out, size) / static_cast<float>(size) + a.eps);
-    int64_t i = 0;
-    for (; i + kLanes <= size; i += kLanes) {
-      const Floats g = load(gates + i);
-      store(out + i, load(out + i) * scale * load(a.norm + i) * (g / (1.0f + exp(-g))));
-    }
-    for (; i < size; ++i) out[i] *= scale * a.norm[i] * (gates[i] / (1.0f + std::exp(-gates[i])));
-  }
-
-  void value_head(int64_t head) {
+  // Computes a head's outputs, before the norm, and writes its states and what it logs.
+  void value_head(int64_t head, Scratch& own) {
     const float* state = a.states + a.sources[request] * a.slot_stride + head * a.key_dim * a.value_dim;
     int64_t write = a.write_starts[request];
     for (int64_t begin = 0; begin < total; begin += a.block_size) {
       const int64_t size = std::min(a.block_size, total - begin);
-      group(head, begin, size, state);
+      group(head, begin, size, state, own);
       const int64_t behind = begin / a.block_size + 1;
       if (size < a.block_size || (behind > folded && begin + size == total)) continue;
       for (int64_t i = 0; i < size; ++i) own.weights[i] = std::exp(own.sums[size - 1] - own.sums[i]);
@@ -160,62 +124,114 @@ class DeltaRule {
     }
   }
 
-  // Computes the outputs and corrected values of a group's new tokens; leaves keys, values and sums of decays of all.
-  void group(int64_t head, int64_t begin, int64_t size, const float* state) {
-    const int64_t kd = a.key_dim, vd = a.value_dim, fresh = std::max<int64_t>(0, logged - begin);
-    const int64_t known = std::min(fresh, size), news = size - known;
-    float* const keys = own.keys.data();
+  // Logs the keys of new tokens behind the last state, once no head reads those that were logged before.
+  void log_keys(int64_t key_head) const {
+    for (int64_t place = std::max(logged, folded * a.block_size); place < total; ++place)
+      copy_key(place, key_head, log_of(place - folded * a.block_size) + key_head * a.key_dim);
+  }
+
+ private:
+  const RecurrenceArgs& a;
+  const int64_t request;
+  const int64_t first = a.starts[request], count = a.starts[request + 1] - first, logged = a.num_logged[request];
+  const int64_t total = logged + count;
+  const int64_t folded =
+      a.write_starts[request + 1] > a.write_starts[request] ? a.write_blocks[a.write_starts[request + 1] - 1] : 0;
+  float* const log = a.log + a.rows[request] * a.log_stride;
+  const bool corrected = a.rates != nullptr;
+
+  int64_t token(int64_t place) const { return first + place - logged; }
+  float* log_of(int64_t place) const { return log + place * a.log_values; }
+  int64_t log_values_at(int64_t head) const { return a.num_keys * a.key_dim + head * a.value_dim; }
+  int64_t log_decay_at(int64_t head) const { return a.num_keys * a.key_dim + a.num_values * a.value_dim + head; }
+
+  void copy_key(int64_t place, int64_t key_head, float* to) const {
+    const float* from = a.keys + token(place) * a.x_stride + key_head * a.key_dim;
+    corrected ? normalize(from, a.key_dim, 1.0f, to) : void(std::copy_n(from, a.key_dim, to));
+  }
+
+  void copy_query(int64_t place, int64_t key_head, float* to) const {
+    const float* from = a.queries + token(place) * a.x_stride + key_head * a.key_dim;
+    corrected ? normalize(from, a.key_dim, 1.0f / std::sqrt(static_cast<float>(a.key_dim)), to)
+              : void(std::copy_n(from, a.key_dim, to));
+  }
+
+  float step_of(int64_t at, int64_t head) const {
+    const float step = a.steps[at * a.step_stride + head] + a.biases[head];
+    return std::min(std::max(step > 20.0f ? step : std::log1p(std::exp(step)), a.least_step), a.most_step);
+  }
+
+  // Computes the outputs and the values of a group's new tokens; leaves keys, values and sums of decays of all.
+  void group(int64_t head, int64_t begin, int64_t size, const float* state, Scratch& own) {
+    const int64_t kd = a.key_dim, vd = a.value_dim, key_head = head / (a.num_values / a.num_keys);
+    const int64_t known = std::min(std::max<int64_t>(0, logged - begin), size), news = size - known;
     for (int64_t i = 0; i < size; ++i) {
       const int64_t place = begin + i;
-      const float* from = log_of(place);
       float decay;
       if (i < known) {
-        std::copy_n(from + key_head * kd, kd, keys + i * kd);
-        std::copy_n(from + log_values_at(head), vd, own.values.data() + i * vd);
-        decay = from[log_decay_at(head)];
+        own.keys[i] = log_of(place) + key_head * kd;
+        own.values[i] = log_of(place) + log_values_at(head);
+        decay = log_of(place)[log_decay_at(head)];
       } else {
-        normalize(token(place) + (a.num_keys + key_head) * kd, kd, 1.0f, keys + i * kd);
-        normalize(token(place) + key_head * kd, kd, 1.0f / std::sqrt(static_cast<float>(kd)),
-                  own.queries.data() + i * kd);
-        std::copy_n(keys + i * kd, kd, own.both.data() + (i - known) * kd);
-        std::copy_n(own.queries.data() + i * kd, kd, own.both.data() + (news + i - known) * kd);
-        decay = decay_of(first + place - logged, head);
+        copy_query(place, key_head, own.rows.data() + (i - known) * kd);
+        copy_key(place, key_head, own.rows.data() + (news + i - known) * kd);
+        own.keys[i] = own.rows.data() + (news + i - known) * kd;
+        own.values[i] = own.fresh.data() + i * vd;
+        own.steps[i] = step_of(token(place), head);
+        decay = a.decays[head] * own.steps[i];
       }
       own.sums[i] = decay + (i ? own.sums[i - 1] : 0.0f);
     }
-    multiply_rows(own.both.data(), 2 * news, kd, state, vd, own.read.data());
+    multiply_rows(own.rows.data(), (1 + corrected) * news, kd, state, vd, own.read.data());
     for (int64_t i = known; i < size; ++i) {
-      const int64_t at = first + begin + i - logged;
+      const int64_t at = token(begin + i);
       const float grown = std::exp(own.sums[i]);
-      const float rate = 1.0f / (1.0f + std::exp(-a.rates[2 * at * a.num_values + head]));
-      float* const value = own.values.data() + i * vd;
+      const float* const query = own.rows.data() + (i - known) * kd;
+      const float* const given = a.values + at * a.x_stride + head * vd;
+      float* const value = own.fresh.data() + i * vd;
       float* const out = a.out + (at * a.num_values + head) * vd;
-      std::copy_n(token(begin + i) + 2 * a.num_keys * kd + head * vd, vd, value);
-      add(value, own.read.data() + (i - known) * vd, -grown, vd);
+      std::copy_n(given, vd, value);
       std::fill_n(out, vd, 0.0f);
-      add(out, own.read.data() + (news + i - known) * vd, grown, vd);
+      add(out, own.read.data() + (i - known) * vd, grown, vd);
+      if (corrected) add(value, own.read.data() + (news + i - known) * vd, -grown, vd);
       for (int64_t j = 0; j < i; ++j) {
         const float kept = std::exp(own.sums[i] - own.sums[j]);
-        add(value, own.values.data() + j * vd, -kept * dot(keys + j * kd, keys + i * kd, kd), vd);
-        add(out, own.values.data() + j * vd, kept * dot(keys + j * kd, own.queries.data() + i * kd, kd), vd);
+        if (corrected) add(value, own.values[j], -kept * dot(own.keys[j], own.keys[i], kd), vd);
+        add(out, own.values[j], kept * dot(own.keys[j], query, kd), vd);
       }
+      const float rate = corrected ? a.rate_scale / (1.0f + std::exp(-a.rates[at * a.step_stride + head])) : own.steps[i];
       for (int64_t v = 0; v < vd; ++v) value[v] *= rate;
-      add(out, value, dot(keys + i * kd, own.queries.data() + i * kd, kd), vd);
-      gate(a.gates + at * a.gate_stride + head * vd, out);
+      add(out, value, dot(own.keys[i], query, kd), vd);
+      if (a.skips) add(out, given, a.skips[head], vd);
       const int64_t place = begin + i - folded * a.block_size;
       if (place < 0) continue;
       std::copy_n(value, vd, log_of(place) + log_values_at(head));
-      log_of(place)[log_decay_at(head)] = decay_of(at, head);
+      log_of(place)[log_decay_at(head)] = a.decays[head] * own.steps[i];
     }
   }
-
-  // Logs the keys of new tokens behind the last state, once no head reads those that were logged before.
-  void log_keys() {
-    for (int64_t place = std::max(logged, folded * a.block_size); place < total; ++place)
-      normalize(token(place) + (a.num_keys + key_head) * a.key_dim, a.key_dim, 1.0f,
-                log_of(place - folded * a.block_size) + key_head * a.key_dim);
-  }
 };
+
+// Normalises the outputs of a token that have one norm, and multiplies them by silu of their gates, before or behind.
+void gate(const RecurrenceArgs& a, int64_t at, int64_t part) {
+  const int64_t size = a.norm_size;
+  float* const out = a.out + at * a.num_values * a.value_dim + part * size;
+  const float* const gates = a.gates + at * a.gate_stride + part * size;
+  const auto multiply_by_gates = [&] {
+    int64_t i = 0;
+    for (; i + kLanes <= size; i += kLanes) {
+      const Floats g = load(gates + i);
+      store(out + i, load(out + i) * (g / (1.0f + exp(-g))));
+    }
+    for (; i < size; ++i) out[i] *= gates[i] / (1.0f + std::exp(-gates[i]));
+  };
+  if (a.gates_first) multiply_by_gates();
+  if (a.norm) {
+    const float* const weights = a.norm + part * a.norm_stride;
+    const float scale = 1.0f / std::sqrt(dot(out, out, size) / static_cast<float>(size) + a.eps);
+    for (int64_t i = 0; i < size; ++i) out[i] *= scale * weights[i];
+  }
+  if (!a.gates_first) multiply_by_gates();
+}
 
 void convolve(const ConvolutionArgs& a, int64_t request, int64_t from, int64_t size) {
   const int64_t before = a.width - 1, first = a.starts[request], count = a.starts[request + 1] - first;
@@ -252,13 +268,23 @@ void convolve(const ConvolutionArgs& a, int64_t request, int64_t from, int64_t s
 
 extern "C" {
 
-// Computes the gated delta rule for all requests of a step; writes states and logs.
-void pagemill_delta_rule(const DeltaRuleArgs* args) {
-  const DeltaRuleArgs& a = *args;
-  const int64_t work = a.starts[a.num_requests] * a.num_values * a.key_dim * a.value_dim;
-  share(threads_for(work, a.num_threads), a.num_requests * a.num_keys, kFine, [&](Pieces pieces) {
+// Computes a recurrence for all requests of a step; writes states and logs.
+void pagemill_recurrence(const RecurrenceArgs* args) {
+  const RecurrenceArgs& a = *args;
+  const int64_t num_tokens = a.starts[a.num_requests], parts = a.num_values * a.value_dim / a.norm_size;
+  const int threads = threads_for(num_tokens * a.num_values * a.key_dim * a.value_dim, a.num_threads);
+  share(threads, a.num_requests * a.num_values, kFine, [&](Pieces pieces) {
     Scratch scratch(a);
-    pieces.each([&](int64_t item) { DeltaRule(a, scratch, item / a.num_keys, item % a.num_keys).run(); });
+    pieces.each([&](int64_t item) {
+      Recurrence(a, item / a.num_values).value_head(item % a.num_values, scratch);
+    });
+  });
+  const int64_t num_keys = a.num_requests * a.num_keys;
+  for_each(threads, num_keys + num_tokens * parts, [&](int64_t item) {
+    if (item < num_keys)
+      Recurrence(a, item / a.num_keys).log_keys(item % a.num_keys);
+    else
+      gate(a, (item - num_keys) / parts, (item - num_keys) % parts);
   });
 }
 

@@ -77,6 +77,8 @@ class DeltaRuleSpec(msgspec.Struct, frozen=True, kw_only=True, tag="delta_rule")
     norm: NormSpec
     """Of each value head."""
     output: LinearSpec
+    rate_scale: float = 1.0
+    """Factor on b: up to 2, with which a state may also change its sign."""
 
     @property
     def channels(self) -> int:
@@ -99,6 +101,71 @@ class DeltaRuleSpec(msgspec.Struct, frozen=True, kw_only=True, tag="delta_rule")
     def shapes(self) -> Shapes:
         heads = (self.num_value_heads,)
         own = {"conv1d.weight": (self.channels, 1, self.width), "A_log": heads, "dt_bias": heads}
+        return merged(*self.linears(), self.norm) | {f"{self.name}.{part}": shape for part, shape in own.items()}
+
+
+class StateSpaceSpec(msgspec.Struct, frozen=True, kw_only=True, tag="state_space"):
+    """Mamba 2's state space (arXiv 2405.21060) over values, B and C that a short causal convolution makes.
+
+    Head h reads the B and C of group h // (num_value_heads / num_groups). With a step d = softplus(s + dt_bias), a
+    token's state S [state_size, head_dim] is exp(-exp(A_log) d) times the one before, plus B (d x)^T for its value x.
+    It gives S^T C + D x, gated by silu and normalised.
+    """
+
+    name: str
+    """Prefix of the stored tensors `conv1d.weight` [channels, 1, width], perhaps `conv1d.bias` [channels], and `A_log`,
+    `D` and `dt_bias` [num_value_heads]."""
+    num_groups: int
+    num_value_heads: int
+    head_dim: int
+    state_size: int
+    width: int
+    """Tokens that the convolution reads."""
+    bias: bool
+    """Whether the convolution has one."""
+    inputs: LinearSpec
+    """Rows: the gates of all heads; their values, the B of all groups and their C, which are convolved; the s of all
+    heads."""
+    output: LinearSpec
+    norm: NormSpec | None
+    """Over all heads' values, those of a group by themselves. None: outputs are only gated."""
+    norm_parts: int
+    """Number of parts of equal size that the norm treats by themselves."""
+    gates_first: bool = True
+    """Whether gates are multiplied in before the norm."""
+    step_limits: tuple[float, float] = (0.0, math.inf)
+    """Bounds of d."""
+    scales: tuple[float, float, float, float, float] | None = None
+    """Factors on the gates, values, B, C and s that `inputs` gives."""
+
+    @property
+    def channels(self) -> int:
+        return self.num_value_heads * self.head_dim + 2 * self.num_groups * self.state_size
+
+    @property
+    def cache(self) -> StateSpec:
+        """Of each token since the state: its B, its values times d, and its decays."""
+        heads = self.num_value_heads
+        return StateSpec(
+            parts=((heads, self.state_size, self.head_dim),),
+            inputs_per_token=self.num_groups * self.state_size + heads * (self.head_dim + 1),
+            channels=self.channels,
+            width=self.width,
+        )
+
+    @property
+    def input_sizes(self) -> tuple[int, int, int, int, int]:
+        """Rows of `inputs` by part, in the order of `scales`."""
+        of_heads, of_groups = self.num_value_heads * self.head_dim, self.num_groups * self.state_size
+        return of_heads, of_heads, of_groups, of_groups, self.num_value_heads
+
+    def linears(self) -> Iterator[LinearSpec]:
+        yield from (self.inputs, self.output)
+
+    def shapes(self) -> Shapes:
+        heads = (self.num_value_heads,)
+        own: Shapes = {"conv1d.weight": (self.channels, 1, self.width), "A_log": heads, "D": heads, "dt_bias": heads}
+        own |= {"conv1d.bias": (self.channels,)} if self.bias else {}
         return merged(*self.linears(), self.norm) | {f"{self.name}.{part}": shape for part, shape in own.items()}
 
 
@@ -130,5 +197,5 @@ class ShortConvolutionSpec(msgspec.Struct, frozen=True, kw_only=True, tag="short
         return merged(*self.linears()) | {f"{self.name}.weight": (self.channels, 1, self.width)} | bias
 
 
-RecurrentSpec = DeltaRuleSpec | ShortConvolutionSpec
+RecurrentSpec = DeltaRuleSpec | StateSpaceSpec | ShortConvolutionSpec
 """A layer that keeps a state."""

@@ -6,6 +6,7 @@ own. It accepts the old keys (`rope_theta`, `rope_scaling`) and those of transfo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -39,6 +40,8 @@ _ACTIVATIONS: dict[str, Activation] = {
 }
 
 
+_INFINITE = (math.inf, {"__float__": "Infinity"})
+"""As Python's JSON has it, and as transformers 5 writes it."""
 CONFIG_FILE = "config.json"
 AUTO_GPTQ_FILE = "quantize_config.json"
 """AutoGPTQ's settings of packed weights, which early versions did not also write into `config.json`."""
@@ -90,6 +93,13 @@ class ConfigValues:
         if not isinstance(values, list) or any(type(value) is not int for value in values):
             raise self.wrong(key, values, "a list of integers")
         return values
+
+    def numbers(self, key: str, default: tuple[float, ...]) -> tuple[float, ...]:
+        """Return as many numbers as the default has, which may be infinite; null is the default."""
+        values = self._values.get(key) or default
+        if not isinstance(values, list | tuple) or len(values) != len(default):
+            raise self.wrong(key, values, f"a list of {len(default)} numbers")
+        return tuple(math.inf if each in _INFINITE else self._number(key, each) for each in values)
 
     def has(self, key: str) -> bool:
         return self._values.get(key) is not None
@@ -264,6 +274,6 @@ class ConfigValues:
         return keys[0], default
 
     def _number(self, key: str, value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or abs(value) > 1e300:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= 1e300:
             raise self.wrong(key, value, "a number")
         return float(value)

@@ -36,6 +36,7 @@ class Names(NamedTuple):
 BUILT_IN: dict[str, Names] = {
     "aquila": Names(("AquilaForCausalLM", "AquilaModel"), "aquila"),
     "baichuan": Names(("BaichuanForCausalLM", "BaiChuanForCausalLM"), "baichuan", ("baichuan",)),
+    "bamba": Names(("BambaForCausalLM",), "bamba"),
     "bert": Names(("BertModel", "BertForMaskedLM", "BertForPreTraining", "BertForSequenceClassification"), "bert"),
     "bloom": Names(("BloomForCausalLM",), "bloom", ("bloom",)),
     "cohere": Names(("CohereForCausalLM",), "cohere", ("command-r",)),
@@ -46,6 +47,7 @@ BUILT_IN: dict[str, Names] = {
     "ernie4_5_moe": Names(("Ernie4_5_MoeForCausalLM",), "ernie4_5_moe"),
     "exaone4": Names(("Exaone4ForCausalLM",), "exaone4", ("exaone4",)),
     "falcon": Names(("FalconForCausalLM", "RWForCausalLM"), "falcon", ("falcon",)),
+    "falcon_h1": Names(("FalconH1ForCausalLM",), "falcon_h1"),
     "gemma": Names(("GemmaForCausalLM",), "gemma", ("gemma",)),
     "gemma2": Names(("Gemma2ForCausalLM",), "gemma2", ("gemma2",)),
     "gemma3": Names(("Gemma3ForCausalLM",), "gemma3_text", ("gemma3",)),
@@ -59,6 +61,7 @@ BUILT_IN: dict[str, Names] = {
     "gptj": Names(("GPTJForCausalLM",), "gptj", ("gptj",)),
     "gpt_oss": Names(("GptOssForCausalLM",), "gpt_oss", ("gpt-oss",)),
     "granite": Names(("GraniteForCausalLM",), "granite", ("granite",)),
+    "granitemoehybrid": Names(("GraniteMoeHybridForCausalLM",), "granitemoehybrid"),
     "hunyuan_v1_dense": Names(("HunYuanDenseV1ForCausalLM",), "hunyuan_v1_dense", ("hunyuan-dense",)),
     "hunyuan_v1_moe": Names(("HunYuanMoEV1ForCausalLM",), "hunyuan_v1_moe"),
     "internlm": Names(("InternLMForCausalLM",), "internlm"),

@@ -145,7 +145,7 @@ def named_layer(numbers: Numbers, index: int, name: str) -> LayerSpec:
     size, eps = numbers.hidden_size, numbers.rms_norm_eps
     attention = _attention(numbers, f"{name}.self_attn", numbers.window if index in numbers.window_layers else None)
     norms = [NormSpec(name=f"{name}.{which}_layernorm", size=size, eps=eps) for which in ("input", "post_attention")]
-    return sequential(name, (norms[0], attention), (norms[1], _mlp(numbers, f"{name}.mlp")))
+    return sequential(name, (norms[0], attention), (norms[1], mlp(numbers, f"{name}.mlp")))
 
 
 def _attention(numbers: Numbers, name: str, window: int | None) -> AttentionSpec:
@@ -168,7 +168,8 @@ def _attention(numbers: Numbers, name: str, window: int | None) -> AttentionSpec
     )
 
 
-def _mlp(numbers: Numbers, name: str) -> MLPSpec:
+def mlp(numbers: Numbers, name: str) -> MLPSpec:
+    """Declare an MLP. `name`: prefix of its tensors' names."""
     inner, bias = numbers.intermediate_size, numbers.mlp_bias
     rows = {"gate_up": 2 * inner} if numbers.fused else {"gate": inner, "up": inner}
     parts = [(f"{name}.{part}_proj", count) for part, count in rows.items()]

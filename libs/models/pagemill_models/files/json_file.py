@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +44,24 @@ def read_object(path: Path, root: Path | None = None) -> dict[str, Any]:
 
 def parse_object(text: str, path: Path) -> dict[str, Any]:
     try:
-        value = orjson.loads(text)
+        value = _loaded(text)
     except orjson.JSONDecodeError as error:
         raise UnreadableModelError(f"`{path}` is not valid JSON ({str(error)[:120]}). Fetch the file again.") from None
     if not isinstance(value, dict):
         raise UnreadableModelError(f"`{path}` does not hold a JSON object.")
     return value
+
+
+def _loaded(text: str) -> Any:
+    """Return the value of a JSON text. Python writes infinite numbers as `Infinity`, which JSON has not."""
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError:
+        if "Infinity" not in text:
+            raise
+        with suppress(ValueError, RecursionError):
+            return json.loads(text)
+        raise
 
 
 def read_optional(path: Path, root: Path | None = None) -> dict[str, Any]:
