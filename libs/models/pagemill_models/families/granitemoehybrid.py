@@ -13,6 +13,13 @@ from pagemill_models.families.mamba2 import FULL, RECURRENT, kinds_of_layers, st
 from pagemill_models.families.moe import mixture, mixture_from_config
 
 PARTS = ("gate_proj", "up_proj", "down_proj")
+STACKED = {
+    ".block_sparse_moe.input_linear.weight": (
+        ".block_sparse_moe.experts.*.gate_proj.weight",
+        ".block_sparse_moe.experts.*.up_proj.weight",
+    ),
+    ".block_sparse_moe.output_linear.weight": (".block_sparse_moe.experts.*.down_proj.weight",),
+}
 
 
 def read_config(config: ConfigValues) -> DecoderSpec:
@@ -58,6 +65,7 @@ def read_config(config: ConfigValues) -> DecoderSpec:
         plain,
         embedding=replace(plain.embedding, scale=config.number("embedding_multiplier", default=1.0)),
         layers=tuple(layer(each, kind) for each, kind in zip(plain.layers, kinds, strict=True)),
+        stacked=STACKED if experts is not None else {},
         head=changed_head(plain, scale=1 / (config.optional_number("logits_scaling") or 1.0)),
     )
     scale = config.number("attention_multiplier", default=1.0)
