@@ -96,10 +96,24 @@ def state_space(
     log: Tensor,
     plan: recurrent.NativeStates,
 ) -> Tensor:
-    of_step = from_torch(x.float()), from_torch(steps.float()), from_torch(gates.float())
-    of_heads = from_torch(heads.decays), from_torch(heads.biases), from_torch(heads.skips), _optional(heads.norm)
-    kept = from_torch(states), from_torch(log)
-    return to_torch(recurrent.state_space(*of_step, *of_heads, *heads[4:], *kept, plan))
+    return to_torch(
+        recurrent.state_space(
+            from_torch(x.float()),
+            from_torch(steps.float()),
+            from_torch(gates.float()),
+            from_torch(heads.decays),
+            from_torch(heads.biases),
+            from_torch(heads.skips),
+            _optional(heads.norm),
+            heads.norm_size,
+            heads.eps,
+            heads.gates_first,
+            heads.step_limits,
+            from_torch(states),
+            from_torch(log),
+            plan,
+        )
+    )
 
 
 def plan_attention(batch: AttentionBatch, sliding_window: int | None, dtype: torch.dtype, device: torch.device) -> Plan:

@@ -45,6 +45,20 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5-moe": ("Qwen3_5MoeForCausalLM", {**QWEN, **EXPERTS, "linear_conv_kernel_dim": 4}),
     "qwen3-next": ("Qwen3NextForCausalLM", {**QWEN, **EXPERTS, "decoder_sparse_step": 2}),
 }
+SHORT: dict[str, tuple[str, dict[str, Any]]] = {
+    "lfm2": ("Lfm2ForCausalLM", LFM2),
+    "lfm2 with biases, a kernel of four, untied": (
+        "Lfm2ForCausalLM",
+        {
+            **LFM2,
+            "conv_bias": True,
+            "conv_L_cache": 4,
+            "tie_word_embeddings": False,
+            "layer_types": ["conv", "conv", "full_attention", "conv"],
+            "block_ffn_dim_multiplier": 1.3,
+        },
+    ),
+}
 MAMBA = {
     "hidden_size": 48,
     "num_hidden_layers": 4,
@@ -95,20 +109,6 @@ STATE_SPACES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-SHORT: dict[str, tuple[str, dict[str, Any]]] = {
-    "lfm2": ("Lfm2ForCausalLM", LFM2),
-    "lfm2 with biases, a kernel of four, untied": (
-        "Lfm2ForCausalLM",
-        {
-            **LFM2,
-            "conv_bias": True,
-            "conv_L_cache": 4,
-            "tie_word_embeddings": False,
-            "layer_types": ["conv", "conv", "full_attention", "conv"],
-            "block_ffn_dim_multiplier": 1.3,
-        },
-    ),
-}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5 with a kernel of two, all of a head rotated, tied": (
         "Qwen3_5ForCausalLM",
@@ -138,6 +138,45 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-next with some plain MLPs": (
         "Qwen3NextForCausalLM",
         {**QWEN, **EXPERTS, "mlp_only_layers": [1, 2], "norm_topk_prob": False},
+    ),
+}
+
+
+VARIANTS |= {
+    "falcon-h1 with norms by group behind the gates, biases": (
+        "FalconH1ForCausalLM",
+        {
+            **STATE_SPACES["falcon-h1"][1],
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "mamba_proj_bias": True,
+            "projectors_bias": True,
+            "mamba_d_conv": 2,
+        },
+    ),
+    "falcon-h1 with norms before the gates": (
+        "FalconH1ForCausalLM",
+        {**STATE_SPACES["falcon-h1"][1], "mamba_rms_norm": True, "mamba_conv_bias": False},
+    ),
+    "granitemoehybrid without experts, rotated, tied": (
+        "GraniteMoeHybridForCausalLM",
+        {
+            **STATE_SPACES["granitemoehybrid"][1],
+            "num_local_experts": 0,
+            "position_embedding_type": "rope",
+            "tie_word_embeddings": True,
+            "time_step_limit": [0.3, 1.5],
+        },
+    ),
+    "bamba with biases, a kernel of four": (
+        "BambaForCausalLM",
+        {
+            **STATE_SPACES["bamba"][1],
+            "mamba_d_conv": 4,
+            "mamba_proj_bias": True,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
     ),
 }
 

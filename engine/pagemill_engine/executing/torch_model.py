@@ -158,5 +158,5 @@ class TorchModel:
 def _tensors(cache: LayerCache) -> Tensor | StateTensors:
     if not isinstance(cache, StateArrays):
         return to_torch(cache)
-    *kept, vectors = cache
-    return StateTensors(*map(to_torch, kept), None if vectors is None else to_torch(vectors))
+    states, windows, log, inputs = map(to_torch, cache[:4])
+    return StateTensors(states, windows, log, inputs, None if cache.vectors is None else to_torch(cache.vectors))

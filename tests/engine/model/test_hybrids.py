@@ -40,6 +40,7 @@ from pagemill_protocol.request.sampling import SamplingParams
 from pagemill_protocol.source_errors import UnreadableModelError
 
 NUM_TOKENS = 24
+BAMBA = STATE_SPACES["bamba"][1]
 BLOCK = 16
 
 
@@ -327,6 +328,10 @@ def test_what_is_not_supported_with_states_is_refused_by_name(
         ({**LFM2, "full_attn_idxs": []}, "no attention layer"),
         ({**LFM2, "layer_types": ["conv"] * 3}, "`layer_types` is .*; it must be a list of 4 names"),
         ({"hidden_act": "gelu"}, "the activation `gelu` beside a gated delta rule"),
+        ({**BAMBA, "attn_layer_indices": [4]}, r"`attn_layer_indices` is '\[4\]'; it must be numbers of the 4 layers"),
+        ({**BAMBA, "mamba_n_heads": 7}, "`mamba_n_heads` is '7'; it must be a divisor of the 96"),
+        ({**BAMBA, "mamba_n_groups": 3}, "`mamba_n_groups` is '3'; it must be a divisor of the 8"),
+        ({**BAMBA, "time_step_limit": [0.1]}, "`time_step_limit` .* a list of 2 numbers"),
     ],
     ids=str,
 )
@@ -339,7 +344,8 @@ def test_settings_that_contradict_each_other_are_refused_by_the_header(
 
 
 def _config(changes: dict[str, Any]) -> str:
-    name = "Lfm2ForCausalLM" if "full_attn_idxs" in changes else "Qwen3_5ForCausalLM"
+    names = {"full_attn_idxs": "Lfm2ForCausalLM", "attn_layer_indices": "BambaForCausalLM"}
+    name = next((names[key] for key in names if key in changes), "Qwen3_5ForCausalLM")
     values = {**QWEN, "vocab_size": 50, "architectures": [name], **changes}
     return msgspec.json.encode(values).decode()
 
