@@ -108,7 +108,7 @@ def plan_states(batch: StateBatch) -> StatePlan:
     )
 
 
-class Groups:
+class TokenGroups:
     """Arranges the values of tokens by groups, with zeros in the places without a token."""
 
     def __init__(self, plan: StatePlan) -> None:

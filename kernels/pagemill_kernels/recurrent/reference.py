@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pagemill_kernels.norm.reference import rms_norm
-from pagemill_kernels.recurrent.plan import Groups, StatePlan
+from pagemill_kernels.recurrent.plan import StatePlan, TokenGroups
 
 NORM_EPS = 1e-6
 
@@ -89,7 +89,7 @@ def delta_rule(
     sizes = [num_keys * key_dim, num_values * value_dim, num_values]
     query, key = _of_length_one(query) * key_dim**-0.5, _of_length_one(key)
     logged = torch.split(log[plan.log_rows, plan.log_places], sizes, -1)
-    groups = Groups(plan)
+    groups = TokenGroups(plan)
     rate, step = rates.float().chunk(2, -1)
     rate, decay = heads.rate_scale * rate.sigmoid(), heads.decays * F.softplus(step + heads.biases)
     queries = groups.fill(query)

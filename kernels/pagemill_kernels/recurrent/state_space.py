@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagemill_kernels.recurrent.plan import Groups, StatePlan
+from pagemill_kernels.recurrent.plan import StatePlan, TokenGroups
 
 
 class StateSpaceHeads(NamedTuple):
@@ -53,7 +53,7 @@ def state_space(
     step = F.softplus(steps.float() + heads.biases).clamp(*heads.step_limits)
     stepped, decay = step[..., None] * value, heads.decays * step
     logged = torch.split(log[plan.log_rows, plan.log_places], [num_groups * state_size, of_values, num_heads], -1)
-    groups = Groups(plan)
+    groups = TokenGroups(plan)
     decays = groups.fill(decay, logged[2]).cumsum(2)
     values = groups.fill(stepped, logged[1].reshape(-1, num_heads, head_dim))
     keys, queries = groups.fill(read, logged[0].reshape(-1, num_groups, state_size)), groups.fill(written)
