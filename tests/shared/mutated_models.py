@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from family_models import BLOOM, FALCON, GEMMA2, GEMMA3, GPT2, GPTJ, GRANITE, LLAMA, MPT, NEOX, OPT
-from hybrid_models import LFM2
+from hybrid_models import LFM2, STATE_SPACES
 from hybrid_models import QWEN as HYBRID
 
 from pagemill_models.declaration.known import BUILT_IN
@@ -51,6 +51,9 @@ _OWN: dict[str, dict[str, Any]] = {
     "qwen": _QWEN,
     **dict.fromkeys(("bert", "roberta", "xlm_roberta", "modernbert"), _BERT),
     **dict.fromkeys(("mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "gpt_oss"), LLAMA | _MOE),
+    "bamba": STATE_SPACES["bamba"][1],
+    "falcon_h1": {**STATE_SPACES["falcon-h1"][1], "num_hidden_layers": 3},
+    "granitemoehybrid": STATE_SPACES["granitemoehybrid"][1],
     "lfm2": LFM2,
     "qwen3_5": HYBRID,
     **dict.fromkeys(("qwen3_5_moe", "qwen3_next"), HYBRID | _MOE),
