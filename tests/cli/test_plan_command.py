@@ -246,7 +246,7 @@ def test_a_plan_shows_what_each_of_several_processes_holds(
     ranks = replica["ranks"]
     assert sum(each["weightBytes"] for each in ranks) == replica["weightBytes"]
     assert sum(each["kvBytesPerToken"] for each in ranks) == replica["kvBytesPerToken"] == 46_080
-    of_stages = {1: [30], 2: [10, 20]}[stages]  # the last stage, whose ranks are first, has the head, too
+    of_stages = {1: [30], 2: [11, 19]}[stages]  # the last stage, whose ranks are first, has the head, too
     assert [each["layers"] for each in ranks] == [layers for layers in of_stages for _ in range(tensor)]
     text = plan(file, "--fit", fit, rps=1).stdout
     assert ("key/value heads are dealt as 2 and 1, so attention takes 1.33 of an even part" in text) == (tensor == 2)

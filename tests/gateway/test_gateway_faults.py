@@ -302,7 +302,7 @@ async def test_an_engine_that_never_answers_the_request_is_abandoned(engines, ga
 
 
 async def test_a_failed_engine_is_ejected_then_probed_then_used_again(engines, gateways, fake) -> None:
-    gateway = await gateways(*engines[:2], ejection_base_s=0.3)
+    gateway = await gateways(*engines[:2], ejection_base_s=3.0)
     bad = engines[0]
     bad.behaviour = fake.refuses(500)
     while not bad.requests:

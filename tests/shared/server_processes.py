@@ -194,14 +194,15 @@ def read_to_end(connection: socket.socket) -> bytes:
 
 @contextmanager
 def costing_little(http_server: HttpServer) -> Iterator[None]:
-    """Fail if the HTTP server uses two seconds of CPU time during the block, which limits how long others wait for it.
+    """Fail if the HTTP server uses four seconds of CPU time during the block, which limits how long others wait for it.
 
-    The time of waits depends on other processes of the machine; on shared cores, CPU time at most doubles.
+    The time of waits depends on other processes of the machine; on shared cores, CPU time at most doubles,
+    and slow processors take twice as long as fast ones.
     """
     before = http_server.cpu_s()
     yield
     spent = http_server.cpu_s() - before
-    assert spent < 2.0, f"{spent:.2f} s of CPU time"
+    assert spent < 4.0, f"{spent:.2f} s of CPU time"
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What rank 0 tells other ranks of adapters: `executing.ranks.messages` encodes it beside plans, `ranks` obeys it."""
+"""What rank 0 says of adapters to other ranks: `executing.ranks.messages` encodes it beside plans, `ranks` obeys it."""
 
 from __future__ import annotations
 
