@@ -251,7 +251,7 @@ def test_a_plan_shows_what_each_of_several_processes_holds(
     text = plan(file, "--fit", fit, rps=1).stdout
     assert ("key/value heads are dealt as 2 and 1, so attention takes 1.33 of an even part" in text) == (tensor == 2)
     assert text.count("processes") == stages
-    assert ("20 layers: rank" in text) == (stages == 2)
+    assert ("19 layers: rank" in text) == (stages == 2)
     on_devices = json.loads(plan(file, "--accelerator", "l4", "-o", "json", rps=1).stdout)
     assert on_devices["replica"]["gpus"] == len(on_devices["replica"]["ranks"]) == tensor * stages
     assert on_devices["replica"]["note"] == "a forecast: an engine of this version uses one GPU"

@@ -356,8 +356,8 @@ def test_a_forced_choice_among_several_tools_is_not_refused_for_the_schema_of_on
 
 def test_the_cost_of_512_strict_tools_is_linear(monkeypatch: pytest.MonkeyPatch) -> None:
     # Slow processors take more than the limit.
-    unhurried = msgspec.structs.replace(check.LIMITS, cpu_limit_s=10.0, wall_limit_s=60.0)
-    monkeypatch.setattr(check.CHECKS, "_limits", unhurried)
+    generous = msgspec.structs.replace(check.LIMITS, cpu_limit_s=10.0, wall_limit_s=60.0)
+    monkeypatch.setattr(check.CHECKS, "_limits", generous)
     took_s: dict[int, list[float]] = {128: [], 512: []}
     for try_ in range(3):
         for number in took_s:
