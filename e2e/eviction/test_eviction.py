@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-from typing import Any
-
 from support.deployments import deploy
 from support.kubectl import Kubectl
 from support.load import running_load
@@ -17,14 +14,14 @@ def test_evicting_every_pod_in_turn_loses_no_request(release: Release, space: Ku
     chat.wait_ready(2)
     first, second = chat.pods()
     with running_load(release.service("chat")) as load:
-        assert _evict(space, first).returncode == 0
-        refused = _evict(space, second)
+        assert space.evict(first["metadata"]["name"]).returncode == 0
+        refused = space.evict(second["metadata"]["name"])
         assert "disruption budget" in refused.stderr, "a second pod could be evicted at the same time"
         for pod, following in ((first, second), (second, None)):
             space.wait(f"pod/{pod['metadata']['name']}", "delete")
             chat.wait_ready(2)
             if following is not None:
-                assert _evict(space, following).returncode == 0
+                assert space.evict(following["metadata"]["name"]).returncode == 0
         load.wait_for(5)
     load.report().assert_all_complete(at_least=20)
 
@@ -34,12 +31,5 @@ def test_a_single_replica_may_be_evicted(release: Release, space: Kubectl) -> No
     chat = deploy(space, llmdeployment("chat"))
     chat.wait_ready(1)
     assert space.items("poddisruptionbudgets") == []
-    assert _evict(space, chat.pods()[0]).returncode == 0
+    assert space.evict(chat.pods()[0]["metadata"]["name"]).returncode == 0
     chat.wait_ready(1)
-
-
-def _evict(space: Kubectl, pod: dict[str, Any]) -> subprocess.CompletedProcess[str]:
-    name = pod["metadata"]["name"]
-    eviction = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": name}}
-    path = f"/api/v1/namespaces/{space.namespace}/pods/{name}/eviction"
-    return space.run("create", "--raw", path, "-f", "-", stdin=eviction)

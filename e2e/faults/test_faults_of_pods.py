@@ -136,6 +136,31 @@ def test_a_quota_or_limit_range_of_the_namespace_is_reported(
     assert_prompt(story, [row], {})
 
 
+def test_a_volume_that_only_another_node_has_is_its_own_reason(
+    release: Release, space: Kubectl, request: pytest.FixtureRequest
+) -> None:
+    name, cluster = f"elsewhere-{space.namespace}", release.cluster.kubectl
+    size, modes = {"storage": "1Gi"}, ["ReadWriteOnce"]
+    terms = [{"matchExpressions": [{"key": "kubernetes.io/hostname", "operator": "In", "values": ["elsewhere"]}]}]
+    volume = {
+        "accessModes": modes,
+        "capacity": size,
+        "storageClassName": "",
+        "claimRef": {"namespace": space.namespace, "name": "weights"},
+        "local": {"path": "/mnt/weights"},
+        "nodeAffinity": {"required": {"nodeSelectorTerms": terms}},
+    }
+    claim = {"accessModes": modes, "resources": {"requests": size}, "storageClassName": "", "volumeName": name}
+    request.addfinalizer(lambda: cluster.delete(f"pv/{name}", "--wait=false"))
+    cluster.apply({"apiVersion": "v1", "kind": "PersistentVolume", "metadata": {"name": name}, "spec": volume})
+    document = {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": "weights"}, "spec": claim}
+    space.apply(document)
+    conflict = row(
+        "chat", "VolumeOnOtherNode", "Scheduled", "delete the claim", model={"source": "pvc://weights/model.gguf"}
+    )
+    assert_reported(deploy(space, conflict.document), conflict, TIMEOUT_S)
+
+
 def test_a_spec_that_only_an_older_definition_accepts_is_reported(release: Release, space: Kubectl) -> None:
     cluster = release.cluster.kubectl
     definition = "crd/llmdeployments.pagemill.dev"

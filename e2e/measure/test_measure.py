@@ -14,10 +14,18 @@ from support.load import Service, running_load
 from support.measures import Measures
 from support.objects import llmdeployment
 from support.phases import of_new_pod
-from support.release import Release
+from support.release import Release, Releases
 from support.waiting import until
 
 pytestmark = pytest.mark.measure
+
+
+def test_install(releases: Releases, measures: Measures) -> None:
+    """From `helm install` to every pod of the release ready."""
+    releases.close()
+    started_s = time.monotonic()
+    releases.shared()
+    measures.record("helm install", ready_s=time.monotonic() - started_s)
 
 
 def test_apply_to_first_token_cold_and_warm(

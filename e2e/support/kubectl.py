@@ -66,3 +66,9 @@ class Kubectl:
     def delete(self, target: str, *arguments: str, timeout_s: float = 120) -> None:
         """Delete the objects and wait until they are gone."""
         self.ok("delete", *target.split(), *arguments, f"--timeout={timeout_s:.0f}s", timeout_s=timeout_s + 30)
+
+    def evict(self, pod: str) -> subprocess.CompletedProcess[str]:
+        """Ask the Eviction API, as a node's drain does; a disruption budget may refuse."""
+        eviction = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod}}
+        path = f"/api/v1/namespaces/{self.namespace}/pods/{pod}/eviction"
+        return self.run("create", "--raw", path, "-f", "-", stdin=eviction)
