@@ -194,7 +194,8 @@ class BenchCommand(CommandWithOptions):
         target = BenchTarget(exchanges, model, self.output_tokens, self.ignore_eos, self.temperature)
         try:
             played = self._workloads(await text_lengths(target))
-            points = await self._points(target, played)
+            first = played(0, 1)
+            points = await self._points(target, first, played)
         except OSError as error:
             raise BenchError(str(error)) from None
         finally:
@@ -204,14 +205,14 @@ class BenchCommand(CommandWithOptions):
         ]
         errors = [error for point in points for error in point.run.errors]
         if not any(point.run.samples for point in points):
-            first = errors[0] if errors else f"none finished within {self.max_seconds:g} s (--max-seconds)."
-            raise BenchError(f"No request succeeded: {first}")
+            cause = errors[0] if errors else f"none finished within {self.max_seconds:g} s (--max-seconds)."
+            raise BenchError(f"No request succeeded: {cause}")
         if self.sweep is not None and self.format == "table":
             from pagemill.bench.printing import sweep_summary
             from pagemill.bench.sweeping import highest_good, saturation
 
             typer.echo(sweep_summary(saturation(points), highest_good(points, slo), slo))
-        return Result(model, played(0, 1).source, slo, measured), errors
+        return Result(model, first.source, slo, measured), errors
 
     def _workloads(self, sizes: TextLengths) -> Callable[[int, int], BenchWorkload]:
         """Return a function from a load's number, and its number of clients, to what is sent at it.
@@ -238,13 +239,16 @@ class BenchCommand(CommandWithOptions):
         )
         return lambda number, clients: drawn(lengths, count(clients), self.seed + number, sizes)
 
-    async def _points(self, target: BenchTarget, played: Callable[[int, int], BenchWorkload]) -> list[Point]:
+    async def _points(
+        self, target: BenchTarget, first: BenchWorkload, played: Callable[[int, int], BenchWorkload]
+    ) -> list[Point]:
+        """Measure at each load. `first` is sent at the first one: only sweeps send more, from one client on."""
         from pagemill.bench.printing import ProgressLine
         from pagemill.bench.sending import Load, run
         from pagemill.bench.sweeping import Point, sweep_clients, sweep_rates
 
         async def measure(load: Load, number: int) -> BenchRun:
-            workload = played(number, load.concurrency or 1)
+            workload = played(number, load.concurrency or 1) if number else first
             show = ProgressLine(load.name, workload.num_requests)
             done = await run(target, workload, load, self.seed, self.max_seconds, show)
             if len(done.samples) + len(done.errors) < workload.num_requests and not done.errors:
@@ -255,7 +259,7 @@ class BenchCommand(CommandWithOptions):
             return await sweep_clients(measure)
         if self.sweep == "rates":
             return await sweep_rates(measure, self.burstiness)
-        recorded = self.concurrency is None and self.rate is None and played(0, 1).has_times
+        recorded = self.concurrency is None and self.rate is None and first.has_times
         clients = None if recorded or self.rate is not None else self.concurrency or DEFAULT_CONCURRENCY
         load = Load(clients, self.rate, self.burstiness)
         return [Point(load, await measure(load, 0))]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pagemill.converting.deployment import ConvertError, Draft, model_source
-from pagemill.converting.kubernetes import take_arguments, take_env, take_pod, take_resources
+from pagemill.converting.kubernetes import draft_of, take_adapters, take_arguments, take_env, take_pod, take_resources
 from pagemill.converting.vllm import set_gpus
 
 KIND = "LLMInferenceService"
@@ -28,10 +28,7 @@ PARALLEL = {"tensor": "engine.tensorParallel", "pipeline": "engine.pipelineParal
 def from_service(document: Mapping[str, Any]) -> Draft:
     """Raises `ConvertError`."""
     spec = dict(document.get("spec") or {})
-    draft = Draft(str((document.get("metadata") or {}).get("name") or "model"))
-    namespace = (document.get("metadata") or {}).get("namespace")
-    if namespace:
-        draft.metadata["namespace"] = namespace
+    draft = draft_of(document)
     pod = dict(spec.pop("template", None) or {})
     containers = list(pod.pop("containers", None) or [])
     main = next((each for each in containers if each.get("name") == "main"), containers[0] if containers else {})
@@ -57,11 +54,7 @@ def _take_model(draft: Draft, model: dict[str, Any]) -> None:
     draft.set("model.source", model_source(str(uri)))
     draft.set("model.name", model.pop("name", None))
     lora = dict(model.pop("lora", None) or {})
-    adapters = [
-        {"name": each.get("name"), "source": model_source(str(each.get("uri")))}
-        for each in lora.pop("adapters", None) or []
-    ]
-    draft.set("model.adapters", adapters or None)
+    take_adapters(draft, lora.pop("adapters", None), "uri")
     for key, field in (("maxRank", "maxLoraRank"), ("maxAdapters", "maxLoras"), ("maxCpuAdapters", "maxCpuLoras")):
         draft.set(f"engine.lora.{field}", lora.pop(key, None))
     draft.note_rest("model.lora.", lora, {})

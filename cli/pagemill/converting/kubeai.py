@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pagemill.converting.deployment import ConvertError, Draft, model_source
-from pagemill.converting.kubernetes import take_env
+from pagemill.converting.deployment import ConvertError, Draft
+from pagemill.converting.kubernetes import draft_of, take_adapters, take_env
 from pagemill.converting.vllm import apply_arguments, set_gpus
 
 KIND = "Model"
@@ -26,10 +26,7 @@ MEANINGS: Mapping[str, str] = {
 
 def from_model(document: Mapping[str, Any]) -> Draft:
     """Raises `ConvertError`."""
-    metadata, spec = document.get("metadata") or {}, dict(document.get("spec") or {})
-    draft = Draft(str(metadata.get("name") or "model"))
-    if metadata.get("namespace"):
-        draft.metadata["namespace"] = metadata["namespace"]
+    draft, spec = draft_of(document), dict(document.get("spec") or {})
     engine = spec.pop("engine", "VLLM")
     url = str(spec.pop("url", "") or "")
     if not url:
@@ -43,11 +40,7 @@ def from_model(document: Mapping[str, Any]) -> Draft:
             draft.note(argument, "Has no equal field.")
     _take_source(draft, url)
     draft.set("model.name", draft.get("model.name") or draft.metadata["name"])
-    adapters = [
-        {"name": each.get("name"), "source": model_source(str(each.get("url")))}
-        for each in spec.pop("adapters", None) or []
-    ]
-    draft.set("model.adapters", adapters or None)
+    take_adapters(draft, spec.pop("adapters", None), "url")
     take_env(draft, [{"name": name, "value": str(value)} for name, value in (spec.pop("env", None) or {}).items()])
     _take_profile(draft, str(spec.pop("resourceProfile", "") or ""))
     _take_scaling(draft, spec)

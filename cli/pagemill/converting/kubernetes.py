@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from pagemill.converting.deployment import Draft
+from pagemill.converting.deployment import Draft, model_source
 from pagemill.converting.vllm import apply_arguments
 
 GPU = "nvidia.com/gpu"
@@ -25,6 +25,21 @@ POD_FIELDS = (
 )
 """Fields of a pod that `spec.template.spec` takes as they are."""
 ARGUMENT_VARIABLES = ("VLLM_ADDITIONAL_ARGS", "VLLM_ARGS")
+
+
+def draft_of(document: Mapping[str, Any]) -> Draft:
+    """Return a draft with the name and namespace of a resource."""
+    metadata = document.get("metadata") or {}
+    draft = Draft(str(metadata.get("name") or "model"))
+    if metadata.get("namespace"):
+        draft.metadata["namespace"] = metadata["namespace"]
+    return draft
+
+
+def take_adapters(draft: Draft, listed: list[Mapping[str, Any]] | None, address: str) -> None:
+    """Set adapters from a list of names and addresses, which stand under the key `address`."""
+    adapters = [{"name": each.get("name"), "source": model_source(str(each.get(address)))} for each in listed or []]
+    draft.set("model.adapters", adapters or None)
 
 
 def take_arguments(draft: Draft, container: Mapping[str, Any], env: list[dict[str, Any]]) -> None:
