@@ -144,7 +144,7 @@ def _state_frame_ns(around: Stage) -> int:
 
 
 async def count(around: Stage, body: bytes) -> Counts:
-    """Return the calls of each entry, which are the same for every request of a kind."""
+    """Return the calls of each entry, and those of timers that end meanwhile."""
     counts = Counts()
     counts.begin(ACCEPT)
     with counts.counting():

@@ -1,6 +1,7 @@
 """The gateway's work for a streamed request is counted and limited, so that additional work is noticed.
 
-Counts are the same on every machine. A change that raises a limit explains it in docs/benchmarks.md.
+Counts are the medians of several requests: timers that fall into a request add calls to it, more of them on a slow
+machine. A change that raises a limit explains it in docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import asyncio
 import json
 import subprocess
 import sys
+from statistics import median
 from typing import Any
 
 import uvloop
@@ -38,6 +40,7 @@ BOUNDS = {
 """Calls of Python functions, of built-in ones, and reads and writes: the current numbers plus a few percent."""
 MAX_ALLOCATIONS = {REST: 2260, FIRST_FRAME: 180, RELAYS: 990, END: 372}
 """Limits until the request is with its engine, for its first frame, for later frames, and for its end."""
+NUM_COUNTED = 9
 MAX_BLOCKS_HELD = 775
 """The memory blocks of one stream from its first frame on."""
 
@@ -47,17 +50,19 @@ def run(work: Any) -> Any:
         return runner.run(on_stage(work))
 
 
-async def counted(around: Any, bodies: Any) -> Counts:
-    return await count(around, bodies[0])
+async def counted(around: Any, bodies: Any) -> list[Counts]:
+    return [await count(around, bodies[number]) for number in range(NUM_COUNTED)]
 
 
 def test_a_request_makes_no_more_calls_than_its_budget() -> None:
     counts = run(counted)
-    assert {*counts.python, *counts.native} - {BENCH} == set(BOUNDS) == set(ROWS)
+    for each in counts:
+        assert {*each.python, *each.native} - {BENCH} == set(BOUNDS) == set(ROWS)
     for entry, bound in BOUNDS.items():
-        assert counts[entry].python <= bound.python, (entry, counts[entry], counts.functions.most_common(60))
-        assert counts[entry].native <= bound.native, (entry, counts[entry])
-        assert counts[entry].system <= bound.system, (entry, counts[entry])
+        found = Count(*(median(values) for values in zip(*(each[entry] for each in counts), strict=True)))
+        assert found.python <= bound.python, (entry, found, counts[0].functions.most_common(60))
+        assert found.native <= bound.native, (entry, found)
+        assert found.system <= bound.system, (entry, found)
 
 
 def test_a_request_makes_no_more_allocations_than_its_budget() -> None:
