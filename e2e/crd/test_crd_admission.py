@@ -41,6 +41,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"engine": {"maxNumSeqs": 64, "maxNumBatchedTokens": 32}}, "maxNumSeqs must not exceed maxNumBatchedTokens"),
     ({"engine": {"lora": {"maxLoras": 4, "maxCpuLoras": 2}}}, "maxCpuLoras must be at least maxLoras"),
     ({"engine": {"maxModelLen": 64, "blockSize": 128}}, "maxModelLen must be at least blockSize"),
+    ({"engine": {"tensorParallel": 2, "podsPerReplica": 3}}, "podsPerReplica must divide tensorParallel"),
     ({"engine": {"speculative": {"method": "draft"}}}, "method draft needs the draft model's source"),
     ({"engine": {"env": [{"name": "A"}]}}, "set exactly one of value and valueFrom"),
     ({"engine": {"env": [{"name": "A", "valueFrom": {}}]}}, "set exactly one of secretKeyRef and configMapKeyRef"),
