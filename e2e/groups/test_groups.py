@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from support import hubs
 from support.clusters import OneNode, program
 from support.deployments import deploy
 from support.dropping import dropping
@@ -103,3 +104,28 @@ def test_groups_are_added_and_removed_under_load(
         chat.wait_ready(1)
         load.wait_for(4)
     load.report().assert_all_complete(at_least=8)
+
+
+def test_all_pods_of_groups_read_one_cache(
+    one_node: OneNode, release: Release, controller: None, space: Kubectl, golden: Callable[[int], Golden]
+) -> None:
+    """The model is loaded once; its source is gone when the second group starts."""
+    cached, grouped = hubs.cached("chat", hubs.start(space, release.image_tag)), of_two_pods(replicas=1)
+    grouped["spec"]["model"] = cached["spec"]["model"]
+    grouped["spec"]["engine"] |= cached["spec"]["engine"]
+    chat = deploy(space, grouped)
+    chat.wait_ready(1)
+    space.delete("pod/hub")
+    chat.scale(2)
+    chat.wait_ready(2)
+    assert len(space.items("jobs", "--selector", chat.selector)) == 1
+    claims = [
+        volume["persistentVolumeClaim"]["claimName"]
+        for pod in [*leaders(chat), *workers(chat)]
+        for volume in pod["spec"]["volumes"]
+        if "persistentVolumeClaim" in volume
+    ]
+    assert len(claims) == 4
+    assert len(set(claims)) == 1
+    texts = golden(MAX_TOKENS)
+    assert release.service("chat").ask(PROMPTS[0], MAX_TOKENS) == texts[PROMPTS[0]]

@@ -110,7 +110,7 @@ class Load:
             outcome, detail = "wrong", f"{detail}; golden: {golden!r}"
         seconds = time.monotonic() - started
         ttft = answer.first_s - started if answer.first_s is not None and streamed else None
-        return Record(outcome, streamed, started, seconds, ttft, answer.text, detail)
+        return Record(outcome, streamed, started, seconds, ttft, answer.longest_gap_s, answer.text, detail)
 
     async def _whole(self, client: openai.AsyncOpenAI, prompt: str, answer: _Answer) -> None:
         body = await client.chat.completions.create(
@@ -146,13 +146,21 @@ class _Answer:
 
     text: str = ""
     first_s: float | None = None
+    last_s: float = 0.0
+    longest_gap_s: float = 0.0
     begun: bool = False
     """Whether the stream's headers have arrived."""
     finished: bool = False
 
     def add(self, text: str) -> None:
-        if text and self.first_s is None:
-            self.first_s = time.monotonic()
+        if not text:
+            return
+        now = time.monotonic()
+        if self.first_s is None:
+            self.first_s = now
+        else:
+            self.longest_gap_s = max(self.longest_gap_s, now - self.last_s)
+        self.last_s = now
         self.text += text
 
 

@@ -33,6 +33,8 @@ class Record:
     seconds: float
     ttft_s: float | None
     """Time to the first streamed text; None if no text arrived or the answer was one body."""
+    longest_gap_s: float = 0.0
+    """The longest time between two parts of streamed text."""
     text: str = ""
     detail: str = ""
     """The error, or the golden text if `text` differs from it."""
