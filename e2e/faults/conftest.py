@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 
 import pytest
 from support.clusters import Cluster
 from support.deployments import Deployed, deploy, wait_no_children
+from support.faults import IMAGE_TAG
 from support.kubectl import Kubectl
 from support.objects import RESTRICTED, Document, namespace
 from support.release import Releases
@@ -37,7 +39,8 @@ def story(matrix_space: Kubectl) -> Iterator[Story]:
 
 
 @pytest.fixture(scope="module")
-def matrix(request: pytest.FixtureRequest, matrix_space: Kubectl, story: Story) -> dict[str, Deployed]:
+def matrix(request: pytest.FixtureRequest, matrix_space: Kubectl, story: Story, image_tag: str) -> dict[str, Deployed]:
     """Apply every row of the module; return the deployments by name."""
-    documents: list[Document] = [row.document for row in request.module.ROWS]
+    text = json.dumps([row.document for row in request.module.ROWS]).replace(IMAGE_TAG, image_tag)
+    documents: list[Document] = json.loads(text)
     return {document["metadata"]["name"]: deploy(matrix_space, document) for document in documents}

@@ -11,7 +11,7 @@ import pytest
 from support import processes
 from support.clusters import OneNode
 from support.deployments import Deployed, deploy
-from support.faults import assert_prompt, assert_reported, container, row, warnings
+from support.faults import IMAGE_TAG, assert_prompt, assert_reported, container, row, warnings
 from support.kubectl import Kubectl
 from support.objects import SHARED_CORES, llmdeployment
 from support.release import Release
@@ -54,8 +54,9 @@ MOUNTED = {
     }
 }
 GREEDY = "held = bytearray(2**30)\nfor i in range(0, len(held), 4096): held[i] = 1"
+CPU_IMAGE = f"docker.io/pagemill/engine-cpu:{IMAGE_TAG}"
 NO_GPU = {name: {**amounts, "nvidia.com/gpu": "0"} for name, amounts in SHARED_CORES.items()}
-"""The pod gets no GPU although its engine expects one, as with a broken driver."""
+"""The pod gets no GPU although its engine expects one, and an image without what GPUs need."""
 UNANSWERED = {"httpGet": {"path": "/none"}, "periodSeconds": 1, "failureThreshold": 2}
 """A probe that always fails. Readiness uses it too: otherwise the engine would be ready between two restarts."""
 
@@ -81,6 +82,7 @@ ROWS = [
         "ModelLoaded",
         "device plugin",
         resources={"gpus": 1},
+        engine={"image": CPU_IMAGE},
         template=container(resources=NO_GPU),
     ),
     row("too-large", "ModelTooLarge", "ModelLoaded", "spec.resources.memory", resources={"memory": "300Mi"}),

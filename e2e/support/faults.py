@@ -16,6 +16,9 @@ ONE_RECONCILE_S = 10.0
 """Time limit from a change to the status, with all rows at once on two cores; 1 to 3 s of it wait for further changes.
 """
 
+IMAGE_TAG = "THE-TAG"
+"""Stands in documents of rows for the tag of the images."""
+
 
 @dataclass(frozen=True)
 class Row:

@@ -205,6 +205,12 @@ def _has_gpu() -> bool:
 
 
 def _on_gpu(config: EngineConfig, spec: ModelSpec) -> Compute:
+    if not has_torch():
+        raise LoadError(
+            "DeviceUnavailable",
+            f"`device` {config.device} needs torch, which is not installed here. Use the engine's image for GPUs, or "
+            "install `pagemill[torch]`, or set device to cpu.",
+        )
     import torch
 
     from pagemill_kernels.gpu import launch

@@ -338,6 +338,14 @@ def test_without_a_device_cuda_is_refused_and_auto_selects_the_cpu(
         runner_loader(folder, device="cuda")
 
 
+def test_cuda_without_torch_is_refused_with_both_remedies(
+    folder: Path, runner_loader: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pagemill_engine.sizing.compute.has_torch", lambda: False)
+    with pytest.raises(LoadError, match=r"DeviceUnavailable: .* needs torch, .* image for GPUs, .* device to cpu"):
+        runner_loader(folder, device="cuda")
+
+
 @pytest.mark.parametrize(
     ("capability", "settings", "words"),
     [

@@ -39,7 +39,8 @@ _BY_KUBELET = (0, 137, 143)
 _CANNOT_START = (126, 127, 128)
 _MEMORY = "memory is spec.resources.memory, a GPU with its own spec.resources.gpuProduct"
 _REMEDIES = {
-    "DeviceUnavailable": "Check that the node's driver, container toolkit and device plugin are installed and recent.",
+    "DeviceUnavailable": "Check that the node's driver, container toolkit and device plugin are installed and recent, "
+    "and that spec.engine.image is one for GPUs.",
     "GraphsTooLarge": "Change them in spec.engine.",
     "InvalidChatTemplate": "Correct spec.model.chatTemplate.",
     "UnknownParser": "Correct spec.model.toolCallParser or spec.model.reasoningParser.",
