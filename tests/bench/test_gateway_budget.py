@@ -27,7 +27,7 @@ BOUNDS = {
     "render": Count(92, 51, 0),
     "tokenize": Count(18, 44, 0),
     "hash": Count(47, 41, 0),
-    "limits": Count(139, 82, 0),
+    "limits": Count(113, 76, 0),
     "decide": Count(415, 380, 0),
     "dispatch": Count(28, 17, 1),
     FIRST_FRAME: Count(80, 110, 2),

@@ -1,6 +1,7 @@
-"""Reservations of one request in several accounts: its key's, and those of its model where the key limits that.
+"""Reservations of one request in its accounts: its key's, and those of its model where the key limits that.
 
 All of them are made or none. Each account is a `Store`'s, which knows of one only; `limiter` says which ones they are.
+Most requests have one account, which needs no shares (`SingleReservation`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,25 @@ class RefusedReservation(NamedTuple):
     charge: Charge
     ask: ReservationRequest
     answer: ReservationAnswer
+
+
+class SingleReservation:
+    def __init__(self, store: Store, charge: Charge, ask: ReservationRequest) -> None:
+        self._store = store
+        self._charge = charge
+        self._ask = ask
+
+    async def reserve(self) -> ReservationAnswer | RefusedReservation:
+        answer = await self._store.reserve(self._ask)
+        return answer if answer.refused is None else RefusedReservation(self._charge, self._ask, answer)
+
+    async def extend(self, used: int, tokens: int) -> int:
+        """Add up to `tokens`, and return how many. `used`: as of `ExtensionRequest`."""
+        ask = self._ask
+        return await self._store.extend(ExtensionRequest(ask.account, ask.lease, used, tokens, ask.limits))
+
+    def settle(self, tokens: int) -> None:
+        self._store.settle(self._ask.lease, tokens)
 
 
 class _Held:

@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager
 
 from pagemill_gateway.brain.interface import Target
 from pagemill_gateway.limits.allowance import Allowance, Reserved, TokenNeed
-from pagemill_gateway.limits.joint import JointReservation, RefusedReservation
+from pagemill_gateway.limits.joint import JointReservation, RefusedReservation, SingleReservation
 from pagemill_gateway.limits.refusals import Headers, level_headers, refusal, too_large
 from pagemill_gateway.limits.store import Level, ReservationAnswer, ReservationRequest, Store, amount_of, token_limits
 from pagemill_gateway.metrics.worker import WorkerMetrics
@@ -172,7 +172,10 @@ class Limiter:
 
     async def reserve(self, caller: Caller, target: Target, requests: Sequence[GenerateRequest]) -> Reservation:
         """Reserve the requests' tokens and sequences. Raises `PagemillError` 429."""
-        num_sequences = sum(request.sampling.num_sequences for request in requests)
+        num_sequences = num_prompt_tokens = 0
+        for request in requests:
+            num_sequences += request.sampling.num_sequences
+            num_prompt_tokens += len(request.prompt_token_ids)
         charges = charges_of(caller, target, requests[0].model)
         if not charges:
             return Reservation(
@@ -182,20 +185,19 @@ class Limiter:
                 {},
                 [None] * len(requests),
             )
-        num_prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
         self._check_size(caller.tenant, charges, num_prompt_tokens, num_sequences)
         needs = [self._need(caller, target, request) for request in requests]
         wanted = num_prompt_tokens + sum(need.first * need.request.sampling.num_sequences for need in needs)
         least = num_prompt_tokens + num_sequences
-        joint, answer = await self._take(caller.tenant, charges, wanted, num_sequences, least)
+        made, answer = await self._take(caller.tenant, charges, wanted, num_sequences, least)
         reserved = None
         if any(token_limits(charge.limits) for charge in charges):
-            reserved = Reserved(joint.extend, num_prompt_tokens, answer.granted, needs)
+            reserved = Reserved(made.extend, num_prompt_tokens, answer.granted, needs)
 
         def settle(record: RequestRecord, was_cut_short: bool) -> None:
             used = used_tokens(record, was_cut_short, reserved.num_possible if reserved is not None else 0)
             ended = reserved is not None and reserved.ended_answer
-            joint.settle(self._note(caller, record, used, num_sequences, ended_by_limit=ended))
+            made.settle(self._note(caller, record, used, num_sequences, ended_by_limit=ended))
             if reserved is not None:
                 reserved.close()
 
@@ -208,28 +210,34 @@ class Limiter:
         if not charges:
             yield Counted({})
             return
-        joint, answer = await self._take(caller.tenant, charges, num_tokens)
+        made, answer = await self._take(caller.tenant, charges, num_tokens)
         counted = Counted(level_headers(answer))
         try:
             yield counted
         finally:
-            joint.settle(counted.num_tokens)
+            made.settle(counted.num_tokens)
         await self._store.settled()
 
     async def _take(
         self, tenant: str, charges: Sequence[Charge], tokens: int, sequences: int = 1, least: int = 0
-    ) -> tuple[JointReservation, ReservationAnswer]:
+    ) -> tuple[SingleReservation | JointReservation, ReservationAnswer]:
         """Reserve in all accounts as many tokens as the smallest limit allows. Raises `PagemillError` 429."""
-        tokens = min([tokens, *(bound for charge in charges for bound in token_limits(charge.limits))])
-        asks = [
-            ReservationRequest(charge.account, self._new_lease(), tokens, charge.limits, sequences, least)
-            for charge in charges
-        ]
-        joint, asked_at = JointReservation(self._store, charges, asks), time.perf_counter()
-        answer = await joint.reserve()
+        if len(charges) == 1:
+            charge = charges[0]
+            ask = ReservationRequest(charge.account, self._new_lease(), tokens, charge.limits, sequences, least)
+            made: SingleReservation | JointReservation = SingleReservation(self._store, charge, ask)
+        else:
+            tokens = min([tokens, *(bound for charge in charges for bound in token_limits(charge.limits))])
+            asks = [
+                ReservationRequest(charge.account, self._new_lease(), tokens, charge.limits, sequences, least)
+                for charge in charges
+            ]
+            made = JointReservation(self._store, charges, asks)
+        asked_at = time.perf_counter()
+        answer = await made.reserve()
         self._metrics.reserved(time.perf_counter() - asked_at)
         if isinstance(answer, ReservationAnswer):
-            return joint, answer
+            return made, answer
         raise self._noted(tenant, answer)
 
     def _noted(self, tenant: str, refused: RefusedReservation) -> PagemillError:

@@ -146,15 +146,16 @@ class MemoryStore:
 
     def decide(self, ask: ReservationRequest) -> ReservationAnswer:
         account, now_ms, periods = self._enter(ask.account)
-        refused, retry_after_s = _refusal(account, ask, now_ms, periods)
+        amount = amount_of(ask)
+        refused, retry_after_s = _refusal(account, ask, amount, now_ms, periods)
         if refused is None:
-            self._take(account, ask, now_ms, periods)
-        return _answer(account, ask, now_ms, refused, retry_after_s)
+            self._take(account, ask, amount, now_ms, periods)
+        return _answer(account, ask, amount, now_ms, refused, retry_after_s)
 
     def record(self, ask: ReservationRequest) -> None:
         """Count a reservation that another store decided, regardless of the limits."""
         account, now_ms, periods = self._enter(ask.account)
-        self._take(account, ask, now_ms, periods)
+        self._take(account, ask, amount_of(ask), now_ms, periods)
 
     async def extend(self, more: ExtensionRequest) -> int:
         return self.decide_more(more)
@@ -211,8 +212,7 @@ class MemoryStore:
         account.month.enter(periods.month)
         return account, now_ms, periods
 
-    def _take(self, account: _Account, ask: ReservationRequest, now_ms: int, periods: Periods) -> None:
-        amount = amount_of(ask)
+    def _take(self, account: _Account, ask: ReservationRequest, amount: int, now_ms: int, periods: Periods) -> None:
         account.requests.add(1, now_ms)
         bucket = account.tokens.add(amount, now_ms)
         account.day.used += amount
@@ -250,9 +250,11 @@ def _left(account: _Account, more: ExtensionRequest) -> list[int]:
     return [more.tokens, *(limit - amount for limit, amount in used if limit is not None)]
 
 
-def _refusal(account: _Account, ask: ReservationRequest, now_ms: int, periods: Periods) -> tuple[Reason | None, float]:
+def _refusal(
+    account: _Account, ask: ReservationRequest, amount: int, now_ms: int, periods: Periods
+) -> tuple[Reason | None, float]:
     """Return the limit that is exceeded and the time to wait; of several, the one with the longest period."""
-    limits, amount = ask.limits, amount_of(ask)
+    limits = ask.limits
     if amount < min(ask.tokens, ask.least):
         return _smallest(limits), BEYOND_SHARE_RETRY_S
     if _overdrawn(account.month, amount, limits.tokens_per_month):
@@ -288,7 +290,7 @@ def _overdrawn(budget: _Budget, amount: int, limit: int | None) -> bool:
 
 
 def _answer(
-    account: _Account, ask: ReservationRequest, now_ms: int, refused: Reason | None, retry_after_s: float
+    account: _Account, ask: ReservationRequest, amount: int, now_ms: int, refused: Reason | None, retry_after_s: float
 ) -> ReservationAnswer:
     per_request, per_token = ask.limits.requests_per_minute, ask.limits.tokens_per_minute
     return ReservationAnswer(
@@ -296,5 +298,5 @@ def _answer(
         retry_after_s,
         None if per_request is None else account.requests.level(per_request, now_ms),
         None if per_token is None else account.tokens.level(per_token, now_ms),
-        granted=amount_of(ask) if refused is None else 0,
+        granted=amount if refused is None else 0,
     )
