@@ -35,9 +35,16 @@ STEP_TIME = StepTimeParams(
 ENGINE = EngineConfig(model="sim", num_kv_blocks=4000, max_model_len=16384, step_time=STEP_TIME)
 SEATED = msgspec.structs.replace(ENGINE, max_num_seqs=4)
 SMALL = msgspec.structs.replace(ENGINE, num_kv_blocks=700, max_model_len=8000)
-WINDOWED = msgspec.structs.replace(
-    ENGINE, simulated_kinds=SimulatedKinds((CacheKind(), CacheKind("window", 256)), (4000, 600), shares_memory=True)
-)
+
+
+def windowed(*, shares_memory: bool) -> EngineConfig:
+    """Return an engine that has too few blocks of a window for all that would run."""
+    kinds = CacheKind(), CacheKind("window", 256)
+    return msgspec.structs.replace(ENGINE, simulated_kinds=SimulatedKinds(kinds, (4000, 60), shares_memory))
+
+
+WINDOWED = windowed(shares_memory=False)
+SHARING = windowed(shares_memory=True)
 COLD_START = ColdStart(schedule_s=0.5, pull_s=1.0, load_s=4.0, warm_s=0.5)
 CLOSE = 0.03
 """The maximum relative error of fast-forward."""
@@ -121,6 +128,11 @@ CASES: dict[str, tuple[list[Workload], FleetSettings, Callable[[], FleetScaler]]
     "independent requests": ([traffic(120, 12.0, 2)], fleet(3, 3), partial(fixed, 3)),
     "sessions": ([sessions(50, 4.0, 1)], fleet(3, 3), partial(fixed, 3)),
     "sessions with windows": ([sessions(50, 4.0, 1)], fleet(3, 3, engine=WINDOWED), partial(fixed, 3)),
+    "windows that take blocks of what is kept": (
+        [sessions(50, 4.0, 1)],
+        fleet(3, 3, engine=SHARING),
+        partial(fixed, 3),
+    ),
     "few seats": ([traffic(60, 12.0, 3)], fleet(2, 2, engine=SEATED), partial(fixed, 2)),
     "more than caches hold": (
         [traffic(80, 14.0, seed) for seed in range(4)],
@@ -145,6 +157,15 @@ def test_fast_forward_is_close_to_exact(case: str) -> None:
         assert [each.num_output_tokens for each in mine.requests] == [e.num_output_tokens for e in theirs.requests]
         assert (mine.num_scale_ups, mine.num_scale_downs) == (theirs.num_scale_ups, theirs.num_scale_downs)
     assert measures(fast) == pytest.approx(measures(exact), rel=CLOSE)
+
+
+def test_requests_wait_where_windows_have_few_blocks() -> None:
+    """Else the cases above would not show whether windows count."""
+    late = [
+        measures([simulate_fleet_fast(sessions(50, 4.0, 1), fleet(3, 3, engine=engine), fixed(3))])["ttft p95"]
+        for engine in (ENGINE, SHARING, WINDOWED)
+    ]
+    assert late[0] * 1.5 < late[1] < late[2] / 1.5
 
 
 def test_requests_go_to_the_same_pods_as_in_the_exact_fleet() -> None:

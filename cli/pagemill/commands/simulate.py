@@ -101,7 +101,7 @@ class SimulateCommand(CommandWithOptions):
         typer.Option(
             "--fast",
             help="Approximate the steps between decisions: an hour of a hundred pods takes minutes; figures differ by "
-            "up to 3 %.",
+            "up to 3 %, and by more where windows or states are evicted.",
         ),
     ] = False
     seed: Annotated[

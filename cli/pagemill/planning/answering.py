@@ -122,7 +122,13 @@ def answer(question: Question, subject: Subject, *, simulates: bool = True) -> P
     if simulates and result.chosen.ttft_ms is not None and not workload.cached_tokens:
         rate = workload.requests_per_s / result.chosen.replicas
         simulated = simulate_latencies(
-            replica.shape, workload.input_tokens, workload.output_tokens, rate, slo.share, overlaps=replica.overlaps
+            replica.shape,
+            workload.input_tokens,
+            workload.output_tokens,
+            rate,
+            slo.share,
+            kinds=replica.kinds,
+            overlaps=replica.overlaps,
         )
     on_device = subject.accelerator is not None
     gpus = max(found.groups[0].process.gpus, len(replica.ranks) or 1) if on_device else 0

@@ -20,7 +20,7 @@ from pagemill.planning.headers import Header, header_of
 from pagemill.planning.links.exchange import Exchange, exchange_of
 from pagemill.planning.measuring import SingleRequestLatency, measure
 from pagemill.planning.placement import check_groups, place
-from pagemill_engine.config import MOST_PROPOSED, EngineConfig
+from pagemill_engine.config import MOST_PROPOSED, EngineConfig, SimulatedKinds
 from pagemill_engine.ipc.messages import MemoryBudget
 from pagemill_engine.server.fit import RUNTIME_BYTES
 from pagemill_engine.sizing.budget import MemoryPlan, RankSizes, Sizes, plan_memory
@@ -146,6 +146,9 @@ class PlannedReplica(NamedTuple):
     """The rank whose device has room for fewest blocks, which limits all."""
     adapters: AdapterLimits | None = None
     """`None`: the engine serves no adapters."""
+    kinds: SimulatedKinds | None = None
+    """The cache for simulations, if something frees blocks behind windows or keeps states; `None`: one kind that keeps
+    everything."""
 
 
 class ReplicaOptions(NamedTuple):
@@ -261,10 +264,11 @@ def _on_accelerator(
         fit_from = f"computed from a data sheet, not measured: {accelerator.source}"
     memory = placement.memory
     cache = _divided(config, header.spec, memory.num_blocks, sizes)
+    shares_memory = not ranks
     replica = _replica(
-        config, header.spec, sizes, memory, fit, accelerator.name, fit_from, cache, shares_memory=not ranks
+        config, header.spec, sizes, memory, fit, accelerator.name, fit_from, cache, shares_memory=shares_memory
     )
-    return _holding(replica, cache, length)._replace(
+    return _holding(replica, cache, length, shares_memory=shares_memory)._replace(
         overlaps=config.overlap is not False or config.pipeline_parallel_size > 1,
         ranks=ranks,
         ranks_of_stage=config.tensor_parallel_size,
@@ -288,7 +292,8 @@ def _on_cpu(
     cache = _divided(config, spec, memory.num_blocks, sizes)
     shares_memory = not ranks and config.speculative.source is None
     replica = _replica(config, spec, sizes, memory, fit, device, fit_from, cache, shares_memory=shares_memory)
-    return _holding(replica, cache, length)._replace(ranks=tuple(ranks), ranks_of_stage=config.tensor_parallel_size)
+    held = _holding(replica, cache, length, shares_memory=shares_memory)
+    return held._replace(ranks=tuple(ranks), ranks_of_stage=config.tensor_parallel_size)
 
 
 def _divided(config: EngineConfig, spec: ModelSpec, num_blocks: int, sizes: Sizes) -> CacheBlocks:
@@ -298,7 +303,7 @@ def _divided(config: EngineConfig, spec: ModelSpec, num_blocks: int, sizes: Size
     return cache_kinds(config, spec, kv_type_of(spec, sizes.kv_bytes_per_token), num_blocks)
 
 
-def _holding(replica: PlannedReplica, cache: CacheBlocks, length: int) -> PlannedReplica:
+def _holding(replica: PlannedReplica, cache: CacheBlocks, length: int, *, shares_memory: bool) -> PlannedReplica:
     """Return the replica with the blocks that requests of `length` tokens find, by what they hold of each kind."""
     shape, longest = replica.shape, replica.max_model_len
     num_blocks, at_longest = (
@@ -308,6 +313,9 @@ def _holding(replica: PlannedReplica, cache: CacheBlocks, length: int) -> Planne
         shape=msgspec.structs.replace(shape, num_bytes=num_blocks),
         blocks_at_longest=at_longest,
         state_bytes=sum(kind.block_bytes + kind.row_bytes for kind in cache.kinds if kind.state),
+        kinds=None
+        if all(kind.keeps_all for kind in cache.kinds)
+        else SimulatedKinds(cache.kinds, cache.counts, shares_memory=shares_memory),
     )
 
 
@@ -403,7 +411,7 @@ def _measured(
         ranks=tuple(ranks),
         ranks_of_stage=config.tensor_parallel_size,
     )
-    return _holding(replica, cache, input_tokens + output_tokens)
+    return _holding(replica, cache, input_tokens + output_tokens, shares_memory=limits.shares_memory)
 
 
 def _this_machine(num_threads: int | None, compute: str) -> str:

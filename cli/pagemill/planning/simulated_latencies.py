@@ -10,7 +10,7 @@ import math
 import random
 from typing import NamedTuple
 
-from pagemill_engine.config import EngineConfig
+from pagemill_engine.config import EngineConfig, SimulatedKinds
 from pagemill_operator.autoscaler.signals import Shape
 from pagemill_simulator.engine import EngineSimulation
 from pagemill_simulator.workloads.request import SimRequest
@@ -40,14 +40,16 @@ def simulate_latencies(
     requests_per_s: float,
     share: float,
     *,
+    kinds: SimulatedKinds | None = None,
     overlaps: bool = False,
     seed: int = 0,
     most_requests: int = REQUESTS,
 ) -> SimulatedLatencies:
+    """Simulate. `kinds`: the cache of a model with windows or states, in place of the blocks of `shape`."""
     count = max(FEWEST_REQUESTS, min(most_requests, MOST_TOKENS // output_tokens))
     simulation = EngineSimulation(
         _arrivals(count, input_tokens, output_tokens, requests_per_s, seed),
-        _engine(shape, input_tokens + output_tokens, overlaps),
+        _engine(shape, kinds, input_tokens + output_tokens, overlaps),
         shape.step_time,
     )
     simulation.run()
@@ -60,12 +62,13 @@ def simulate_latencies(
     )
 
 
-def _engine(shape: Shape, length: int, overlaps: bool) -> EngineConfig:
+def _engine(shape: Shape, kinds: SimulatedKinds | None, length: int, overlaps: bool) -> EngineConfig:
     """Return the simulated engine's settings, with no more blocks than all sequence slots can use."""
     most_blocks = shape.max_num_seqs * (math.ceil(length / shape.block_size) + 1) + SPARE_BLOCKS
     return EngineConfig(
         model="plan",
         num_kv_blocks=min(shape.num_blocks, most_blocks),
+        simulated_kinds=kinds,
         block_size=shape.block_size,
         max_model_len=length,
         max_num_seqs=shape.max_num_seqs,

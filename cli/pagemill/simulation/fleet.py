@@ -99,6 +99,7 @@ def _engine(config: EngineConfig, replica: PlannedReplica) -> EngineConfig:
     return msgspec.structs.replace(
         config,
         num_kv_blocks=shape.num_blocks,
+        simulated_kinds=replica.kinds,
         block_size=shape.block_size,
         max_model_len=replica.max_model_len,
         max_num_seqs=shape.max_num_seqs,
