@@ -234,7 +234,7 @@ class EngineCore:
         self._last_read_s = now_s
         if self._proposals is not None:
             self._proposals.record_step(step.plan, self._step_ms - draft_ms)
-        self.step_timer.observe(self.step_time, step.plan, self._step_ms - draft_ms, now_s, len(self._in_flight))
+        self.step_timer.observe(self.step_time, step.plan, self._step_ms - draft_ms, now_s, now_s - step.started_s)
 
     def _report(self, step: Launched | None) -> StepOutputs:
         expected_ms = 0.0
