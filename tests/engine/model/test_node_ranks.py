@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import time
 from collections.abc import Iterator
@@ -97,6 +98,28 @@ def test_a_step_that_raises_is_computed_again_on_all_nodes(
     assert len(failed) == 2
     runner.close()
     assert node.join() is None
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_nodes_that_wait_use_no_time(llama_folder: Path, tmp_path: Path, num_stages: int) -> None:
+    """The node's own process and its rank, which has a connection to rank 0."""
+    config = node_config(llama_folder, 2, num_stages)
+    node = NodeProcess(tmp_path, of_node(config, 1))
+    runner: Any = load_first(config)
+    Engine(runner).run(prompts_of(1), ROUNDS[0])
+    own = psutil.Process(node.process.pid)
+    children = [each for each in own.children() if fork_server.__file__ not in each.cmdline()]
+    assert len(children) == 1
+    used, started = cpu_seconds([own, *children]), time.monotonic()
+    while time.monotonic() < started + 2:
+        assert select.select([], [], [], 0.2) == ([], [], [])
+    assert cpu_seconds([own, *children]) - used < 0.05 * (time.monotonic() - started), "of a core"
+    runner.close()
+    assert node.end()[0] == 0
+
+
+def cpu_seconds(processes: list[psutil.Process]) -> float:
+    return float(sum(sum(each.cpu_times()[:2]) for each in processes))
 
 
 def lost(engine: Engine) -> tuple[str, float]:

@@ -81,8 +81,9 @@ def test_ranks_verify_proposed_tokens(llama_folder: Path, ranks: Ranks, runner_l
     assert engine.core.num_steps < (30 if error_rate == 0 else 58)
 
 
-def test_followers_that_wait_use_no_time(llama_folder: Path, ranks: Ranks) -> None:
-    runner: Any = ranks(llama_folder, 2)
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_followers_that_wait_use_no_time(llama_folder: Path, ranks: Ranks, num_stages: int) -> None:
+    runner: Any = ranks(llama_folder, 2, num_stages=num_stages)
     Engine(runner).run(prompts_of(1), ROUNDS[0])
     (process,) = map(psutil.Process, runner._followers.ids)
     used, started = sum(process.cpu_times()[:2]), time.monotonic()
