@@ -3,7 +3,9 @@
 Each replica has fewer places for adapters than there are adapters, so that the choice of the replica decides how often
 adapters are loaded. `pagemill up` starts anew with the embedded model for each policy and round; the same streamed
 completions arrive as a Poisson process, for adapters by Zipf's law. Of decisions with `Cost` the predicted time to the
-first token is compared with the measured one, with and without a load. Engines, gateway and clients share the machine.
+first token is compared with the measured one, with and without a load. With `--alone` each request waits for the end of
+the one before it, so that the difference of requests with and without a load is the load. Engines, gateway and clients
+share the machine.
 Exits with 1 if a request failed.
 """
 
@@ -84,7 +86,10 @@ async def ask(session: aiohttp.ClientSession, url: str, adapter: str, prompt: li
     return ttft_ms
 
 
-async def run(up: Up, url: str, names: Sequence[str], num: int, rate: float, seed: int) -> tuple[list[float], Any]:
+async def run(
+    up: Up, url: str, names: Sequence[str], num: int, rate: float | None, seed: int
+) -> tuple[list[float], Any]:
+    """Return the times to the first event and the gateway's decisions. `rate`: None: each request alone."""
     draw, weights = random.Random(seed), [1 / (place + 1) for place in range(len(names))]
     timeout = aiohttp.ClientTimeout(total=300)
     async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
@@ -92,7 +97,10 @@ async def run(up: Up, url: str, names: Sequence[str], num: int, rate: float, see
         for _ in range(num):
             prompt = [draw.randrange(100, 40_000) for _ in range(draw.randint(16, 48))]
             asked.append(asyncio.create_task(ask(session, url, draw.choices(names, weights)[0], prompt)))
-            await asyncio.sleep(draw.expovariate(rate))
+            if rate is None:
+                await asked[-1]
+            else:
+                await asyncio.sleep(draw.expovariate(rate))
         ttfts = await asyncio.gather(*asked)
         assert up.metrics_url is not None
         decisions = f"{up.metrics_url.removesuffix('/metrics')}/debug/decisions?limit={MAX_SHOWN}"
@@ -129,6 +137,8 @@ def figures(ttfts: Sequence[float], found: Sequence[TimedDecision]) -> dict[str,
                 f"{kind}_error_p50": median([abs(each.predicted_ms / each.measured_ms - 1) for each in some]),
             }
             result[f"{kind}_of_load_p50_ms"] = median([each.load_ms for each in some])
+    if "load_number" in result and "no_load_number" in result:
+        result["load_adds_p50_ms"] = result["load_measured_p50_ms"] - result["no_load_measured_p50_ms"]
     return result
 
 
@@ -138,6 +148,7 @@ def main() -> None:
     parser.add_argument("--adapters", type=int, default=8)
     parser.add_argument("--requests", type=int, default=120)
     parser.add_argument("--rate", type=float, default=2.0, help="requests per second")
+    parser.add_argument("--alone", action="store_true", help="one request at a time")
     parser.add_argument("--rounds", type=int, default=1)
     args = parser.parse_args()
     decoder = load_model_spec(resolve_source(MODEL, field="model")).decoder
@@ -151,7 +162,8 @@ def main() -> None:
             for policy in args.policies:
                 document = DEPLOYMENT.format(name=NAME, model=MODEL, adapters=listed, policy=policy)
                 with serving(document, NUM_REPLICAS) as (up, url):
-                    ttfts, decisions = asyncio.run(run(up, url, names, args.requests, args.rate, number))
+                    rate = None if args.alone else args.rate
+                    ttfts, decisions = asyncio.run(run(up, url, names, args.requests, rate, number))
                 results[policy].append(figures(ttfts, decided(decisions)))
                 progress(f"{policy}, round {number}: {results[policy][-1]}")
     rows = [[policy, each["ttft_p50_ms"], each["ttft_p95_ms"]] for policy, found in results.items() for each in found]

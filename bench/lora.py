@@ -2,7 +2,8 @@
 
 The model has the shape of a 1B Llama (`--layers` of its 16 layers) and repeated random bfloat16 weights; adapters of
 rank 16 are on all linear layers of the attention and the MLP. Engines run in this process, and what is compared is run
-in turns.
+in turns. The parts `embedded` and `first-tokens` take the embedded model: decodes, beside the bytes of its adapters,
+and first tokens of a request whose adapter the last request had, or is on the host, or in its folder.
 """
 
 from __future__ import annotations
@@ -19,13 +20,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from adapter_replicas import write_adapter as write_adapter_of
 from report import emit
 from safetensors.torch import save_file
+from workload import MODEL
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.ipc.messages import LoadAdapter
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.starting.factory import create_runner
+from pagemill_models.sources import resolve_source
+from pagemill_models.spec.model_files import load_model_spec
 from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_protocol.request.sampling import SamplingParams
 
@@ -40,6 +45,8 @@ SHAPES = {
     "mlp.down_proj": (HIDDEN, MLP),
 }
 RANK, ROWS, ACTIVE, PROMPT = 16, 32, 16, 16
+TOKENS = 40_000
+"""Ids of prompts; all models have more."""
 
 
 def values(shape: tuple[int, ...], seed: int) -> torch.Tensor:
@@ -90,7 +97,7 @@ class Engine:
     def add(self, digest: str, num_tokens: int) -> str:
         self._count += 1
         sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
-        prompt = [(self._count * 31 + at) % VOCAB for at in range(PROMPT)]
+        prompt = [(self._count * 31 + at) % TOKENS for at in range(PROMPT)]
         name = f"r{self._count}"
         self.core.add(
             GenerateRequest(
@@ -120,6 +127,15 @@ class Engine:
                 times.append(time.perf_counter() - before_s)
         return times
 
+    def first_token_s(self, digest: str) -> float:
+        """Run a request of two tokens; return the time until its first one."""
+        began_s, first_s = time.perf_counter(), 0.0
+        self.add(digest, 2)
+        while self.core.has_work:
+            if self.core.step().outputs and not first_s:
+                first_s = time.perf_counter() - began_s
+        return first_s
+
 
 def decodes(model: Path, folders: list[Path], rounds: int, steps: int) -> dict[str, float]:
     plain = Engine(model)
@@ -137,7 +153,28 @@ def decodes(model: Path, folders: list[Path], rounds: int, steps: int) -> dict[s
         result[f"speed {name}"] = round(ratio, 3)
     assert serving.core.adapters is not None
     result["load_ms"] = round(statistics.median(load_ms for _, load_ms in loads), 1)
-    result["adapter_mib"] = round(serving.core.adapters.store.num_bytes / ACTIVE / 2**20, 1)
+    num_bytes = serving.core.adapters.store.num_bytes
+    result["adapter_mib"] = round(num_bytes / ACTIVE / 2**20, 1)
+    result["adapters_of_weights"] = round(num_bytes / serving.core.runner.info.weight_bytes, 2)
+    return result
+
+
+def first_tokens(model: Path, folders: list[Path], rounds: int) -> dict[str, float]:
+    """Return the times to the first token of requests alone, by where the adapter is. One has a slot, two are kept."""
+    engine = Engine(model, enable_lora=True, max_loras=1, max_cpu_loras=2)
+    digests = [engine.load(folder)[0] for folder in folders[:3]]
+    turns = {"in its slot": digests[:1], "on the host": digests[:2], "in its folder": digests}
+    assert engine.core.adapters is not None
+    store, result = engine.core.adapters.store, dict[str, float]()
+    for name, asked in turns.items():
+        for digest in asked * 2:
+            engine.first_token_s(digest)
+        before = store.num_loads
+        times = [engine.first_token_s(asked[turn % len(asked)]) for turn in range(3 * rounds)]
+        result |= {
+            f"first_token_ms {name}": round(statistics.median(times) * 1000, 1),
+            f"loads {name}": store.num_loads - before,
+        }
     return result
 
 
@@ -206,10 +243,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         model = Path(name) / "model"
         model.mkdir()
-        write_model(model, asked.layers)
         folders = [Path(name) / f"adapter-{index}" for index in range(max(ACTIVE, asked.adapters))]
-        for index, folder in enumerate(folders):
-            write_adapter(folder, asked.layers, index)
+        if {"decodes", "gaps", "zipf"} & set(asked.parts):
+            write_model(model, asked.layers)
+            for index, folder in enumerate(folders):
+                write_adapter(folder, asked.layers, index)
         result: dict[str, Any] = {}
         if "decodes" in asked.parts:
             result |= decodes(model, folders, asked.rounds, asked.steps)
@@ -217,6 +255,15 @@ def main() -> None:
             result |= gaps(model, folders, asked.rounds, asked.steps * 4)
         if "zipf" in asked.parts:
             result |= zipf(model, folders, 2 * asked.adapters, ACTIVE, 2 * ACTIVE)
+        if {"embedded", "first-tokens"} & set(asked.parts):
+            model = resolve_source(MODEL, field="model")
+            folders = [Path(name) / f"embedded-{index}" for index in range(ACTIVE)]
+            for index, folder in enumerate(folders):
+                write_adapter_of(folder, load_model_spec(model).decoder, index)
+        if "embedded" in asked.parts:
+            result |= decodes(model, folders, asked.rounds, asked.steps)
+        if "first-tokens" in asked.parts:
+            result |= first_tokens(model, folders, asked.rounds)
         rows = [[name, value] for name, value in result.items()]
         emit("lora", ["what", "figure"], rows, {"layers": asked.layers, **result})
 
