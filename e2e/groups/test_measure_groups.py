@@ -55,7 +55,7 @@ def test_speed_of_two_pods_beside_two_processes_of_one(
     one_node: OneNode, release: Release, controller: None, make_space: Callable[..., Kubectl], measures: Measures
 ) -> None:
     pair = deploy(make_space(), of_two_pods(replicas=1))
-    single = deploy(make_space(), llmdeployment("single", engine={"tensorParallel": 2}))
+    single = deploy(make_space(), llmdeployment("single", engine={"tensorParallel": 2}, resources={"cpu": 2}))
     pair.wait_ready(1)
     single.wait_ready(1)
     services = {"two pods": release.service("chat"), "one pod": release.service("single")}
