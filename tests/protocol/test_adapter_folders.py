@@ -82,6 +82,17 @@ def test_names_as_people_have_them(module: str, prefix: str, ending: str, tmp_pa
     assert (part.use.layer, part.use.role, part.first_row, part.rank, part.scale) == (0, "qkv", 0, RANK, 2.0)
 
 
+@pytest.mark.parametrize("targets", [["down_proj", "gate_up_proj"], ["gate_up_proj", "down_proj"]], ids=str)
+def test_targeted_parameters_of_experts_change_no_rank_of_a_linear_layer(targets: list[str], tmp_path: Path) -> None:
+    """PEFT makes these settings of `all-linear` for a mixture, with the targets in the order of a set."""
+    ranks = {r".*\.gate_up_proj": 2 * RANK}
+    settings = {"target_parameters": targets, "rank_pattern": ranks, "alpha_pattern": {r".*\.gate_up_proj": 16}}
+    (part,) = read_adapter(write(tmp_path, tensors_of(), **settings), LLAMA, 16).parts
+    assert (part.rank, part.scale) == (RANK, 2.0)
+    error = refusal(write(tmp_path, tensors_of("model.layers.1.self_attn.q_proj"), **settings))
+    assert "does not target" in error.message
+
+
 def more(name: str, shape: tuple[int, ...] = (3,)) -> dict[str, Any]:
     return tensors_of() | {name: np.zeros(shape, np.float32)}
 

@@ -23,6 +23,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"target_modules": ["in_proj_qkv", "in_proj_b"], "target_parameters": ["mlp.experts.gate_up_proj"]},
     ),
     "qwen3-next": ("qwen3-next", {"target_modules": ["in_proj_qkvz", "in_proj_ba", "out_proj", *ATTENTION]}),
+    "qwen3-next, all-linear": ("qwen3-next", {"target_modules": "all-linear"}),
     "lfm2": ("lfm2", {"target_modules": ["in_proj", "out_proj", "w2", "q_proj"]}),
 }
 PROMPTS = [[(7 * index + 11 * position * position) % 90 for position in range(20 + index)] for index in range(6)]

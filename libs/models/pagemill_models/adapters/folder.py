@@ -31,6 +31,8 @@ from pagemill_protocol.source_errors import UnreadableModelError
 _FLOATS = ("F32", "F16", "BF16")
 _PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")
 """Matrices of all experts that one module may have as parameters, in the order in which PEFT wraps them."""
+_WEIGHT = "weight"
+"""The parameter that is the matrix of a linear layer."""
 
 
 def read_adapter(folder: Path, decoder: DecoderSpec, max_rank: int) -> AdapterFiles:
@@ -136,10 +138,11 @@ class _Reader:
             yield from self._of_experts(pair)
             return
         module = pair.low.module
-        parameters = self._settings.parameters_of(module)
-        if not parameters and not self._settings.targets(module):
+        # Targets without a module, such as `gate_up_proj` of experts, end the name of a parameter of any module.
+        parameter = _WEIGHT if _WEIGHT in self._settings.parameters_of(module) else None
+        if parameter is None and not self._settings.targets(module):
             raise refused_tensor(pair.a, f"belongs to a module that `{ADAPTER_CONFIG}` does not target")
-        rank, scale = self._settings.of(module, parameters[0] if parameters else None)
+        rank, scale = self._settings.of(module, parameter)
         check_rank(pair.name, rank, self._max_rank)
         use = place.use
         ins = use.spec.out_features if use.is_table else use.spec.in_features
