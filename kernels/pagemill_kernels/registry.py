@@ -129,6 +129,10 @@ _IMPLEMENTATIONS: dict[str, dict[Backend, str]] = {
         "cpu_native": "torch_ops:causal_convolution",
     },
     "delta_rule": {"reference": "recurrent.reference:delta_rule", "cpu_native": "torch_ops:delta_rule"},
+    "channel_delta_rule": {
+        "reference": "recurrent.reference:channel_delta_rule",
+        "cpu_native": "torch_ops:channel_delta_rule",
+    },
     "state_space": {"reference": "recurrent.state_space:state_space", "cpu_native": "torch_ops:state_space"},
     "sample_tokens": {
         "reference": "sampling.reference:sample_tokens",
@@ -235,6 +239,7 @@ class Ops(NamedTuple):
     plan_states: Callable[[StateBatch], Any]
     causal_convolution: Callable[..., Tensor]
     delta_rule: Callable[..., Tensor]
+    channel_delta_rule: Callable[..., Tensor]
     state_space: Callable[..., Tensor]
     sample_tokens: Callable[[Tensor, SamplingBatch], SampledTokens]
     device: torch.device

@@ -87,6 +87,22 @@ def delta_rule(
     return to_torch(recurrent.delta_rule(*of_step, *of_heads, heads.eps, heads.rate_scale, *kept, plan))
 
 
+def channel_delta_rule(
+    x: Tensor,
+    rates: Tensor,
+    steps: Tensor,
+    gates: Tensor,
+    heads: DeltaHeads,
+    states: Tensor,
+    log: Tensor,
+    plan: recurrent.NativeStates,
+) -> Tensor:
+    of_step = (from_torch(each.float()) for each in (x, rates, steps, gates))
+    of_heads = from_torch(heads.decays), from_torch(heads.biases), from_torch(heads.norm.float())
+    kept = from_torch(states), from_torch(log)
+    return to_torch(recurrent.channel_delta_rule(*of_step, *of_heads, heads.eps, heads.rate_scale, *kept, plan))
+
+
 def state_space(
     x: Tensor,
     steps: Tensor,

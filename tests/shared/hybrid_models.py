@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from family_models import VOCAB_SIZE, write_model
+from safetensors.torch import load_file, save_file
 
 LENGTHS = (1, 2, 15, 16, 17, 33, 90, 200)
 QWEN = {
@@ -109,6 +110,86 @@ STATE_SPACES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+"""Of classes whose own defaults are larger than the vocabulary."""
+LFM2_MOE = {
+    **LFM2,
+    "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+    "num_dense_layers": 1,
+    "moe_intermediate_size": 40,
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+}
+LFM3 = {
+    **{key: LFM2[key] for key in LFM2 if key not in ("block_multiple_of", "full_attn_idxs")},
+    **SPECIAL,
+    "num_hidden_layers": 6,
+    "head_dim": 24,
+    "sliding_window": 20,
+}
+OLMO = {
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "max_position_embeddings": 256,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 3,
+    **SPECIAL,
+}
+NEMOTRON = {
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+    "intermediate_size": 96,
+    "max_position_embeddings": 256,
+    "layers_block_type": ["mamba", "attention", "mlp", "moe", "mamba", "attention"],
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 12,
+    "n_groups": 2,
+    "ssm_state_size": 10,
+    "conv_kernel": 3,
+    "chunk_size": 13,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "moe_shared_expert_intermediate_size": 24,
+    "routed_scaling_factor": 1.4,
+}
+KIMI = {
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "intermediate_size": 96,
+    "max_position_embeddings": 256,
+    "moe_intermediate_size": 40,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "linear_head_dim": 12,
+    "linear_num_heads": 3,
+    "linear_conv_kernel_dim": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    **SPECIAL,
+}
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "lfm2-moe": ("Lfm2MoeForCausalLM", LFM2_MOE),
+    "lfm3": ("Lfm3ForCausalLM", LFM3),
+    "olmo-hybrid": ("OlmoHybridForCausalLM", OLMO),
+    "nemotron-h": ("NemotronHForCausalLM", NEMOTRON),
+    "kimi-linear": ("KimiLinearForCausalLM", KIMI),
+}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5 with a kernel of two, all of a head rotated, tied": (
         "Qwen3_5ForCausalLM",
@@ -189,7 +270,25 @@ def write_hybrid(name: str, overrides: dict[str, Any], folder: Path) -> Any:
             if parameter_name.endswith("A_log"):
                 parameter.normal_(-3, 1)
     model.save_pretrained(folder)
+    if name == "OlmoHybridForCausalLM":
+        _divide_convolutions(folder, model.config)
     return model
+
+
+def _divide_convolutions(folder: Path, config: Any) -> None:
+    """Store a convolution for queries, keys and values each, as published files have them; transformers divides their
+    channels equally when it saves."""
+    path, names = folder / "model.safetensors", [f"{part}_conv1d.weight" for part in "qkv"]
+    of_keys, of_values = (
+        getattr(config, f"linear_num_{part}_heads") * getattr(config, f"linear_{part}_head_dim")
+        for part in ("key", "value")
+    )
+    tensors = load_file(path)
+    for prefix in {name.removesuffix(names[0]) for name in tensors if name.endswith(names[0])}:
+        whole = torch.cat([tensors[prefix + name] for name in names])
+        for name, part in zip(names, whole.split([of_keys, of_keys, of_values]), strict=True):
+            tensors[prefix + name] = part.contiguous()
+    save_file(tensors, path, {"format": "pt"})
 
 
 @torch.no_grad()

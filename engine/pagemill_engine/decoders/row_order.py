@@ -88,6 +88,6 @@ def latent_order(spec: LatentAttentionSpec) -> Order | None:
     return _behind(spec.latent_size, spec.rope)
 
 
-def _behind(still: int, rope: RopeSpec) -> Order | None:
-    order = head_order(rope, rope.rotary_dim)
+def _behind(still: int, rope: RopeSpec | None) -> Order | None:
+    order = None if rope is None else head_order(rope, rope.rotary_dim)
     return None if order is None else np.concatenate([np.arange(still), order + still])

@@ -17,7 +17,7 @@ from pagemill_kernels.cpu import processor
 
 logger = logging.getLogger(__name__)
 
-ABI_VERSION = 28
+ABI_VERSION = 29
 PANEL = 16
 """Outputs of one panel of a packed weight."""
 ADAPTER_PANEL, ADAPTER_RANKS = 64, 8
@@ -290,6 +290,7 @@ class RecurrenceArgs(ctypes.Structure):
         ("log", c_void_p),
         ("out", c_void_p),
         ("step_stride", c_int64),
+        ("rate_stride", c_int64),
         ("gate_stride", c_int64),
         ("log_stride", c_int64),
         ("log_values", c_int64),
@@ -297,6 +298,7 @@ class RecurrenceArgs(ctypes.Structure):
         ("num_values", c_int64),
         ("key_dim", c_int64),
         ("value_dim", c_int64),
+        ("decay_values", c_int64),
         ("norm_size", c_int64),
         ("norm_stride", c_int64),
         ("eps", c_float),
@@ -304,7 +306,7 @@ class RecurrenceArgs(ctypes.Structure):
         ("most_step", c_float),
         ("rate_scale", c_float),
         ("gates_first", c_int32),
-        ("padding", c_int32),
+        ("sigmoid_gates", c_int32),
     )
 
 
@@ -339,7 +341,7 @@ _SIGNATURES = {
     "pagemill_silu_and_mul": (c_void_p, c_int64, c_int64, c_void_p, c_int32, c_int32),
     "pagemill_experts": (
         c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64,
-        c_int32, c_float, c_void_p, c_int64, c_void_p, c_int32,
+        c_int32, c_int32, c_float, c_void_p, c_int64, c_void_p, c_int32,
     ),
     "pagemill_add_adapters": (
         c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64, POINTER(AdaptedRows), c_void_p, c_int64, c_int32,

@@ -29,6 +29,7 @@ class NativeExperts:
         )
         self._activation = library.ACTIVATIONS.index(gate.activation)
         self._limit = gate.limit or 0.0
+        self._gated = gate.gated
         self._call = launch.native().pagemill_experts
 
     def weights(self, router: NativeLinear, top_k: int, renormalized: bool) -> library.ExpertsWeights:
@@ -81,6 +82,7 @@ class NativeExperts:
             address(weights),
             top_k,
             self._activation,
+            self._gated,
             self._limit,
             0 if adapters is None else adapters.address,
             first_linear,

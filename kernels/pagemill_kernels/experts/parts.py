@@ -12,10 +12,12 @@ if TYPE_CHECKING:
 
 
 class Gate(NamedTuple):
-    """The gate between an expert's two matmuls: the arguments of `activation.reference.activate_and_mul`."""
+    """What is between an expert's two matmuls: the arguments of `activation.reference.activate_and_mul`."""
 
     activation: str
     limit: float | None = None
+    gated: bool = True
+    """If not, the first matmul's outputs are only activated."""
 
 
 class Gating(NamedTuple):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pagemill_kernels.activation.reference import activate_and_mul
+from pagemill_kernels.activation.reference import activate, activate_and_mul
 from pagemill_kernels.adapters.rows import ExpertRows
 from pagemill_kernels.experts.parts import ExpertParts, Gate, Gating
 
@@ -46,6 +46,13 @@ def route_by_groups(
     return chosen, weights * gating.scale
 
 
+def activated_by(gate: Gate, inner: Tensor) -> Tensor:
+    """Return what an expert's second matmul reads of what its first one gives, [rows, outputs]."""
+    if not gate.gated:
+        return activate(inner, gate.activation)
+    return activate_and_mul(inner, gate.activation, gate.limit)
+
+
 class PlainExperts:
     """Experts over linear layers of any kind. Each token's outputs are added in the order of the experts."""
 
@@ -63,7 +70,7 @@ class PlainExperts:
             inner = expert.up(own)
             if rows is not None:
                 rows.add_up(inner, own, torch.full_like(tokens, index), tokens)
-            activated = activate_and_mul(inner, *self._gate)
+            activated = activated_by(self._gate, inner)
             result = expert.down(activated)
             if rows is not None:
                 rows.add_down(result, activated, torch.full_like(tokens, index), tokens)

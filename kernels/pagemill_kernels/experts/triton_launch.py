@@ -13,11 +13,11 @@ import torch
 import triton
 from torch import Tensor
 
-from pagemill_kernels.activation.reference import activate_and_mul
 from pagemill_kernels.activation.triton_launch import silu_and_mul
 from pagemill_kernels.adapters.rows import ExpertRows
 from pagemill_kernels.experts import triton_body
 from pagemill_kernels.experts.parts import ExpertParts, Gate
+from pagemill_kernels.experts.reference import activated_by
 from pagemill_kernels.gpu import launch
 from pagemill_kernels.linear.packed import PackedLinear
 from pagemill_kernels.linear.triton_launch import CodesLinear, FloatLinear, Runs, WeightParts, runs_of
@@ -63,7 +63,7 @@ class GroupedExperts:
         if rows is not None:
             tokens = torch.arange(num_tokens, device=x.device).repeat_interleave(top_k)
             rows.add_up(gate_up, x[tokens], chosen.flatten(), tokens)
-        inner = silu_and_mul(gate_up) if self._gate == Gate("silu") else activate_and_mul(gate_up, *self._gate)
+        inner = silu_and_mul(gate_up) if self._gate == Gate("silu") else activated_by(self._gate, gate_up)
         results = _multiply(self._weights[1], inner, sorted_rows, self._num_experts, 1)
         if rows is not None:
             rows.add_down(results, inner, chosen.flatten(), tokens)

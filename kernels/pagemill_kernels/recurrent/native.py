@@ -87,13 +87,53 @@ def delta_rule(
         log,
         rows,
         rates=address(rates),
+        rate_stride=launch.row_stride(rates),
         decays=address(decays),
         biases=address(biases),
+        decay_values=1,
         norm=address(norm),
         norm_size=value_dim,
         eps=eps,
         most_step=np.inf,
         rate_scale=rate_scale,
+    )
+
+
+def channel_delta_rule(
+    x: Array,
+    rates: Array,
+    steps: Array,
+    gates: Array,
+    decays: Array,
+    biases: Array,
+    norm: Array,
+    eps: float,
+    rate_scale: float,
+    states: Array,
+    log: Array,
+    rows: NativeStates,
+) -> Array:
+    x, rates = launch.rows(x), launch.rows(rates)
+    num_values, key_dim, value_dim = states.shape[1:]
+    of_keys = num_values * key_dim
+    return _recurrence(
+        (x[:, :of_keys], x[:, of_keys : 2 * of_keys], x[:, 2 * of_keys :]),
+        launch.rows(steps),
+        gates,
+        states,
+        log,
+        rows,
+        rates=address(rates),
+        rate_stride=launch.row_stride(rates),
+        decays=address(decays),
+        biases=address(biases),
+        decay_values=key_dim,
+        norm=address(norm),
+        norm_size=value_dim,
+        eps=eps,
+        most_step=np.inf,
+        rate_scale=rate_scale,
+        sigmoid_gates=True,
     )
 
 
@@ -126,6 +166,7 @@ def state_space(
         rows,
         decays=address(decays),
         biases=address(biases),
+        decay_values=1,
         skips=address(skips),
         norm=optional_address(norm),
         norm_size=norm_size,

@@ -4,6 +4,7 @@ The delta rule of one value head, with keys k of length one, decays g (logarithm
 S_t = exp(g_t) S_(t-1) + k_t u_t^T with u_t = b_t (v_t - exp(g_t) S_(t-1)^T k_t), and o_t = S_t^T q_t. With c the sum of
 decays since the state S of a group's begin, the u of a group solve a triangular system, as
 u_t = b_t (v_t - exp(c_t) S^T k_t - sum over i < t of exp(c_t - c_i) (k_i . k_t) u_i). A log has k, u and g of a token.
+With decays by channel g and c are vectors, whose exponentials are multiplied into the channels of keys.
 """
 
 from __future__ import annotations
@@ -82,36 +83,67 @@ def delta_rule(
     softplus(the second + biases). gates: [tokens, value heads * value_dim].
     states: [slots, value heads, key_dim, value_dim]. log: [rows, places, values of a token].
     """
+    rate, step = rates.float().chunk(2, -1)
+    rate, decay = heads.rate_scale * rate.sigmoid(), heads.decays * F.softplus(step + heads.biases)
+    out = _outputs(x, rate, decay[..., None], states, log, plan)
+    out = rms_norm(out, heads.norm.float(), heads.eps)
+    return out * F.silu(gates.float().reshape(out.shape))
+
+
+def channel_delta_rule(
+    x: Tensor,
+    rates: Tensor,
+    steps: Tensor,
+    gates: Tensor,
+    heads: DeltaHeads,
+    states: Tensor,
+    log: Tensor,
+    plan: StatePlan,
+) -> Tensor:
+    """Return the outputs as `delta_rule` with decays by channel: g, c and their exponentials are vectors over keys'
+    channels, by which keys and queries are multiplied. Outputs are multiplied by the sigmoid of their gates.
+
+    x: as that of `delta_rule`, with as many key heads as value heads. rates: [tokens, heads]. steps: [tokens, heads *
+    key_dim], from which decays are made with biases of that size.
+    """
+    num_heads, key_dim = states.shape[1:3]
+    step = F.softplus(steps.float() + heads.biases).reshape(len(x), num_heads, key_dim)
+    rate = heads.rate_scale * rates.float().sigmoid()
+    out = _outputs(x, rate, heads.decays[:, None] * step, states, log, plan)
+    out = rms_norm(out, heads.norm.float(), heads.eps)
+    return out * gates.float().reshape(out.shape).sigmoid()
+
+
+def _outputs(x: Tensor, rate: Tensor, decay: Tensor, states: Tensor, log: Tensor, plan: StatePlan) -> Tensor:
+    """Return the rule's outputs, [tokens, value heads, value_dim]; write states and log.
+
+    rate: [tokens, value heads]. decay: [tokens, value heads, 1 or key_dim].
+    """
     num_values, key_dim, value_dim = states.shape[1:]
     num_keys = (x.shape[1] - num_values * value_dim) // (2 * key_dim)
     query, key = x[:, : 2 * num_keys * key_dim].reshape(len(x), 2, num_keys, key_dim).unbind(1)
     value = x[:, 2 * num_keys * key_dim :].reshape(len(x), num_values, value_dim)
-    sizes = [num_keys * key_dim, num_values * value_dim, num_values]
+    sizes = [num_keys * key_dim, num_values * value_dim, num_values * decay.shape[2]]
     query, key = _of_length_one(query) * key_dim**-0.5, _of_length_one(key)
     logged = torch.split(log[plan.log_rows, plan.log_places], sizes, -1)
     groups = TokenGroups(plan)
-    rate, step = rates.float().chunk(2, -1)
-    rate, decay = heads.rate_scale * rate.sigmoid(), heads.decays * F.softplus(step + heads.biases)
     queries = groups.fill(query)
     keys = groups.fill(key, logged[0].reshape(-1, num_keys, key_dim))
-    decays = groups.fill(decay, logged[2]).cumsum(2)
+    decays = groups.fill(decay, logged[2].reshape(-1, *decay.shape[1:])).cumsum(2)
     rates = groups.fill(rate)
     # A logged token's u is known: its row of the system is that of the identity.
     known = groups.fill(rate[..., None] * value, logged[1].reshape(-1, num_values, value_dim))
     repeats = num_values // num_keys
     queries, keys = (each.repeat_interleave(repeats, 1) for each in (queries, keys))
-    size = plan.block_size
-    above = torch.ones(size, size, dtype=torch.bool).triu(1)
-    pairs = (decays[..., None] - decays[..., None, :]).masked_fill(above, -torch.inf).exp()
-    system = (rates[..., None] * keys) @ keys.transpose(-1, -2) * pairs
-    grown = decays.exp()[..., None]
+    system = _pairs(rates[..., None] * keys, keys, decays)
+    grown = decays.exp()
     solved = torch.linalg.solve_triangular(
         system, torch.cat([known, rates[..., None] * grown * keys], -1), upper=False, unitriangular=True
     )
     free, read = torch.split(solved, [value_dim, key_dim], -1)
-    scores = queries @ keys.transpose(-1, -2) * pairs
-    to_end = (decays[..., -1:] - decays).exp()[..., None] * keys
-    whole = decays[..., -1].exp()[..., None, None]
+    scores = _pairs(queries, keys, decays)
+    to_end = (decays[:, :, -1:] - decays).exp() * keys
+    whole = decays[:, :, -1].exp()[..., None]
     corrected = torch.empty_like(known)
     outputs = torch.empty_like(known)
     state = states[plan.sources]
@@ -126,10 +158,29 @@ def delta_rule(
             states[slots] = after[kept]
     at = plan.groups[plan.new_tokens], plan.places[plan.new_tokens]
     log[plan.new_rows, plan.new_places] = torch.cat(
-        [key[plan.new_tokens].flatten(1), corrected.transpose(1, 2)[at].flatten(1), decay[plan.new_tokens]], -1
+        [
+            key[plan.new_tokens].flatten(1),
+            corrected.transpose(1, 2)[at].flatten(1),
+            decay[plan.new_tokens].flatten(1),
+        ],
+        -1,
     )
-    out = rms_norm(outputs.transpose(1, 2)[plan.groups, plan.places], heads.norm.float(), heads.eps)
-    return out * F.silu(gates.float().reshape(out.shape))
+    return outputs.transpose(1, 2)[plan.groups, plan.places]
+
+
+def _pairs(a: Tensor, keys: Tensor, decays: Tensor) -> Tensor:
+    """Return the sums over channels of exp(c_t - c_i) a_t k_i for i <= t, else 0, [groups, heads, t, i]."""
+    size = keys.shape[2]
+    if decays.shape[3] == 1:
+        above = torch.ones(size, size, dtype=torch.bool).triu(1)
+        sums = decays[..., 0]
+        return a @ keys.transpose(-1, -2) * (sums[..., None] - sums[..., None, :]).masked_fill(above, -torch.inf).exp()
+    # One key at a time: all pairs at once would take the memory of the block's size times that of the keys.
+    columns = [
+        (a * keys[:, :, i : i + 1] * (decays - decays[:, :, i : i + 1]).clamp(max=0).exp()).sum(-1)
+        for i in range(size)
+    ]
+    return torch.stack(columns, -1).tril()
 
 
 def _of_length_one(x: Tensor) -> Tensor:

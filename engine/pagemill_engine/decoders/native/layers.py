@@ -116,7 +116,7 @@ def _is_plain_attention(block: object) -> bool:
         return False
     if block.norms_behind_rotation or block.query_growth is not None:
         return False
-    if block.key_parts != 2 or block.value_norm is not None:
+    if block.key_parts != 2 or block.value_norm is not None or block.gated or block.head_gates is not None:
         return False
     return block.causal
 
@@ -124,4 +124,4 @@ def _is_plain_attention(block: object) -> bool:
 def _is_plain_mlp(block: object) -> bool:
     if isinstance(block, MLPSpec):
         return block.layer_input is None
-    return isinstance(block, MoESpec) and {block.shared, block.gating, block.norm, block.router_norm} == {None}
+    return isinstance(block, MoESpec) and block.experts[0].gated and {block.shared, block.gating, block.norm, block.router_norm} == {None}

@@ -52,7 +52,9 @@ class Attention:
         self.spec = spec
         self.dtype = dtype
         self.qkv = Linear(spec.qkv, ops, dtype, number, qkv_order(spec))
-        self.output = Linear(spec.output, ops, dtype, number + 1)
+        gates = spec.head_gates
+        self.head_gates = None if gates is None else Linear(gates, ops, dtype, number + 1)
+        self.output = Linear(spec.output, ops, dtype, number + 1 + (gates is not None))
         self.query_norm = head_norm(spec.query_norm, spec, ops, dtype)
         self.key_norm = head_norm(spec.key_norm, spec, ops, dtype)
         self.value_norm = None if spec.value_norm is None else Norm(spec.value_norm, ops, dtype)
@@ -68,7 +70,7 @@ class Attention:
     def layers(self) -> Iterator[Layer]:
         yield self.qkv
         yield self.output
-        others = (self.query_norm, self.key_norm, self.value_norm, self.sinks)
+        others = (self.head_gates, self.query_norm, self.key_norm, self.value_norm, self.sinks)
         yield from (each for each in others if each is not None)
 
     def inner(self, x: Tensor, context: ForwardContext) -> Tensor:
@@ -91,6 +93,8 @@ class Attention:
         attended = self.ops.paged_attention(query, cache, plan, self.spec.scale, **extras)
         if self.spec.gated:
             attended = attended * gates.sigmoid()
+        if self.head_gates is not None:
+            attended = attended * self.head_gates(x, context).to(self.dtype).sigmoid()[..., None]
         return attended.view(num_tokens, -1)
 
     def _store(self, heads: Tensor, cache: Tensor, context: ForwardContext) -> None:

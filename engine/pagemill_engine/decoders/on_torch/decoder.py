@@ -24,9 +24,19 @@ from pagemill_engine.decoders.on_torch.encoder_attention import EncoderAttention
 from pagemill_engine.decoders.on_torch.experts import MoE
 from pagemill_engine.decoders.on_torch.latent_attention import LatentAttention
 from pagemill_engine.decoders.on_torch.layers import Embedding, HasWeights, Layer, Linear, Norm, Table, VectorWeights
-from pagemill_engine.decoders.on_torch.recurrent_blocks import DeltaRule, ShortConvolution, StateSpace
+from pagemill_engine.decoders.on_torch.recurrent_blocks import (
+    ChannelDeltaRule,
+    DeltaRule,
+    ShortConvolution,
+    StateSpace,
+)
 from pagemill_kernels.registry import Ops
-from pagemill_models.declaration.caches import DeltaRuleSpec, ShortConvolutionSpec, StateSpaceSpec
+from pagemill_models.declaration.caches import (
+    ChannelDeltaRuleSpec,
+    DeltaRuleSpec,
+    ShortConvolutionSpec,
+    StateSpaceSpec,
+)
 from pagemill_models.declaration.declaration import (
     BlockSpec,
     BranchSpec,
@@ -65,13 +75,14 @@ class LayerBuilder:
             return (MLP if spec.layer_input is None else LayerInputMLP)(spec, self._ops, self._dtype, number)
         if isinstance(spec, DeltaRuleSpec):
             return DeltaRule(spec, self._ops, self._dtype, number, layer)
+        if isinstance(spec, ChannelDeltaRuleSpec):
+            return ChannelDeltaRule(spec, self._ops, self._dtype, number, layer)
         if isinstance(spec, StateSpaceSpec):
             return StateSpace(spec, self._ops, self._dtype, number, layer)
         if isinstance(spec, ShortConvolutionSpec):
             return ShortConvolution(spec, self._ops, self._dtype, number, layer)
         rotation = None if spec.rope is None else self._rotations.index((spec.rope, spec.rotary_table_dim))
         if isinstance(spec, LatentAttentionSpec):
-            assert rotation is not None
             return LatentAttention(spec, self._ops, self._dtype, number, layer, rotation)
         if not spec.causal:
             return EncoderAttention(spec, self._ops, self._dtype, number, rotation)

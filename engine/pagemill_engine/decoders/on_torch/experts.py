@@ -39,7 +39,7 @@ class Experts:
             down.load(source)
             parts.append(ExpertParts(up.packed, down.packed))
         first = self._spec.experts[0]
-        self.packed = self._ops.pack_experts(parts, Gate(first.activation, first.limit))
+        self.packed = self._ops.pack_experts(parts, Gate(first.activation, first.limit, first.gated))
 
     def held(self) -> FusedExperts:
         return self.packed

@@ -71,12 +71,12 @@ class _HeadMatrices:
 
 class LatentAttention:
     def __init__(
-        self, spec: LatentAttentionSpec, ops: Ops, dtype: torch.dtype, number: int, index: int, rotation: int
+        self, spec: LatentAttentionSpec, ops: Ops, dtype: torch.dtype, number: int, index: int, rotation: int | None
     ) -> None:
         """Build the layer.
 
         `number`: that of its first linear layer. `index`: the layer's, that of its cache. `rotation`: index of
-        its rotary embedding among the model's.
+        its rotary embedding among the model's; None: it has none.
         """
         numbers = count(number)
         self.spec, self.ops, self.dtype = spec, ops, dtype
@@ -95,25 +95,27 @@ class LatentAttention:
 
     def inner(self, x: Tensor, context: ForwardContext) -> Tensor:
         spec, ops = self.spec, self.ops
-        cos, sin = context.rotations[self._rotation]
+        rotation = None if self._rotation is None else context.rotations[self._rotation]
         down = self.down(x, context).to(self.dtype)
-        compressed, shared_key = torch.split(down, [spec.latent_size, spec.rope.rotary_dim], -1)
+        compressed, shared_key = torch.split(down, [spec.latent_size, spec.shared_size], -1)
         latents = self.latent_norm(compressed.contiguous()).to(self.dtype)
-        ops.rotate(shared_key[:, None], cos, sin)
+        if rotation is not None:
+            ops.rotate(shared_key[:, None], *rotation)
         cache = context.vectors(self._index)
         # The whole step's latents are stored first, so that a prefix hit within the step reads them.
         ops.store_latents(torch.cat([latents, shared_key], -1), cache, context.kv_slots[self.spec.window])
         queries = self._queries(x, context)
         if spec.query_growth is not None:
             queries = queries * growth(spec.query_growth, context.positions).to(self.dtype)
-        plain, turning = torch.split(queries, [spec.key_dim, spec.rope.rotary_dim], -1)
-        ops.rotate(turning, cos, sin)
+        plain, turning = torch.split(queries, [spec.key_dim, spec.shared_size], -1)
+        if rotation is not None:
+            ops.rotate(turning, *rotation)
         query = torch.cat([self.up.to_latents(plain, context), turning], -1)
         attended = ops.paged_attention(query, cache, context.attention_plans[spec.window], spec.scale)
         return self.up.to_values(attended[..., : spec.latent_size], context).flatten(1)
 
     def _queries(self, x: Tensor, context: ProductContext) -> Tensor:
-        """Return the queries, [tokens, heads, key_dim + rotary_dim]."""
+        """Return the queries, [tokens, heads, key_dim + shared_size]."""
         x = x if self.query_down is None else self.query_down(x, context)
         if self.query_norm is not None:
             x = self.query_norm(x.to(self.dtype))

@@ -6,9 +6,10 @@ never in memory twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,6 +30,7 @@ from pagemill_kernels.linear.packed import PackedLinear
 from pagemill_kernels.ranks.group import RankGroup
 from pagemill_kernels.registry import Ops
 from pagemill_kernels.torch_arrays import float_type_of, to_torch
+from pagemill_models.declaration.caches import kernels
 from pagemill_models.declaration.declaration import LinearSpec, NormSpec, Shapes
 
 
@@ -167,12 +169,24 @@ class VectorWeights:
         return self.values
 
 
-class Taps(VectorWeights):
-    """The kernel of a convolution of single channels, stored as [channels, 1, width], as [width, channels]."""
+class Taps:
+    """The kernel of a convolution of single channels, stored in parts [channels, 1, width], as [width, channels]."""
+
+    values: Tensor
+
+    def __init__(self, channels: Mapping[str, int], width: int, ops: Ops) -> None:
+        """Build the kernel. `channels`: of each part, by its name."""
+        self._shapes, self._ops = kernels(dict(channels), width), ops
+
+    def shapes(self) -> Shapes:
+        return self._shapes
 
     def load(self, source: TensorSource) -> None:
-        super().load(source)
-        self.values = self.values[:, 0].T.contiguous()
+        parts = [read_tensor(source, name, shape, "float32")[:, 0] for name, shape in self._shapes.items()]
+        self.values = to_torch(np.ascontiguousarray(np.concatenate(parts).T)).to(self._ops.device, copy=True)
+
+    def held(self) -> Tensor:
+        return self.values
 
 
 class Embedding:

@@ -1,4 +1,4 @@
-"""The blocks of a layer that keep a state: the gated delta rule, Mamba 2's state space, short convolutions.
+"""The blocks of a layer that keep a state: the delta rule in two forms, Mamba 2's state space, short convolutions.
 
 `blocks` has attention and MLPs; the operations and their formulas are in `pagemill_kernels.recurrent`.
 """
@@ -15,7 +15,12 @@ from pagemill_engine.decoders.on_torch.layers import Layer, Linear, Norm, Taps, 
 from pagemill_kernels.recurrent.reference import Convolution, DeltaHeads
 from pagemill_kernels.recurrent.state_space import StateSpaceHeads
 from pagemill_kernels.registry import Ops
-from pagemill_models.declaration.caches import DeltaRuleSpec, ShortConvolutionSpec, StateSpaceSpec
+from pagemill_models.declaration.caches import (
+    ChannelDeltaRuleSpec,
+    DeltaRuleSpec,
+    ShortConvolutionSpec,
+    StateSpaceSpec,
+)
 
 
 class DeltaRule:
@@ -29,7 +34,7 @@ class DeltaRule:
         self.inputs = Linear(spec.inputs, ops, dtype, number)
         self.rates = Linear(spec.rates, ops, dtype, number + 1)
         self.output = Linear(spec.output, ops, dtype, number + 2)
-        self.taps = Taps(f"{spec.name}.conv1d.weight", (spec.channels, 1, spec.width), ops)
+        self.taps = Taps(spec.convolutions, spec.width, ops)
         self.decay = VectorWeights(f"{spec.name}.A_log", heads, ops)
         self.bias = VectorWeights(f"{spec.name}.dt_bias", heads, ops)
         self.norm = Norm(spec.norm, ops, dtype)
@@ -49,6 +54,38 @@ class DeltaRule:
         return out.to(self.dtype).view(len(x), -1)
 
 
+class ChannelDeltaRule:
+    """The delta rule with decays by channel: its decays and gates are two products each."""
+
+    def __init__(self, spec: ChannelDeltaRuleSpec, ops: Ops, dtype: torch.dtype, number: int, layer: int) -> None:
+        """Build the block. The arguments are those of `DeltaRule`."""
+        self.spec, self.dtype = spec, dtype
+        self._ops, self._layer = ops, layer
+        products = [Linear(each, ops, dtype, number + index) for index, each in enumerate(spec.linears())]
+        self.inputs, self.rates, self.decay_down, self.decay_up, self.gate_down, self.gate_up, self.output = products
+        heads = spec.num_value_heads
+        self.taps = Taps(spec.convolutions, spec.width, ops)
+        self.decay = VectorWeights(f"{spec.decay_name}.A_log", (1, 1, heads, 1), ops)
+        self.bias = VectorWeights(f"{spec.decay_name}.dt_bias", (heads * spec.key_dim,), ops)
+        self.norm = Norm(spec.norm, ops, dtype)
+
+    def layers(self) -> Iterator[Layer]:
+        yield from (self.inputs, self.rates, self.decay_down, self.decay_up, self.gate_down, self.gate_up, self.output)
+        yield from (self.taps, self.decay, self.bias, self.norm)
+
+    def inner(self, x: Tensor, context: ForwardContext) -> Tensor:
+        plan, cache = context.states, context.state(self._layer)
+        mixed = self.inputs(x, context)
+        mixed = self._ops.causal_convolution(mixed, Convolution(self.taps.values), cache.windows, cache.inputs, plan)
+        decays = -self.decay.values.flatten().exp()
+        heads = DeltaHeads(decays, self.bias.values, self.norm.weight.float(), self.norm.eps)
+        steps = self.decay_up(self.decay_down(x, context).to(self.dtype), context)
+        gates = self.gate_up(self.gate_down(x, context).to(self.dtype), context)
+        rates = self.rates(x, context)
+        out = self._ops.channel_delta_rule(mixed, rates, steps, gates, heads, cache.states, cache.log, plan)
+        return out.to(self.dtype).view(len(x), -1)
+
+
 class StateSpace:
     """Mamba 2's state space: one product, a short convolution, the recurrence over the rows' states, a gated norm."""
 
@@ -59,7 +96,7 @@ class StateSpace:
         heads = (spec.num_value_heads,)
         self.inputs = Linear(spec.inputs, ops, dtype, number)
         self.output = Linear(spec.output, ops, dtype, number + 1)
-        self.taps = Taps(f"{spec.name}.conv1d.weight", (spec.channels, 1, spec.width), ops)
+        self.taps = Taps({f"{spec.name}.conv1d": spec.channels}, spec.width, ops)
         self.tap_bias = VectorWeights(f"{spec.name}.conv1d.bias", (spec.channels,), ops) if spec.bias else None
         self.decay = VectorWeights(f"{spec.name}.A_log", heads, ops)
         self.skip = VectorWeights(f"{spec.name}.D", heads, ops)
@@ -108,7 +145,7 @@ class ShortConvolution:
         self._ops, self._layer = ops, layer
         self.inputs = Linear(spec.inputs, ops, dtype, number)
         self.output = Linear(spec.output, ops, dtype, number + 1)
-        self.taps = Taps(f"{spec.name}.weight", (spec.channels, 1, spec.width), ops)
+        self.taps = Taps({spec.name: spec.channels}, spec.width, ops)
         self.bias = VectorWeights(f"{spec.name}.bias", (spec.channels,), ops) if spec.bias else None
 
     def layers(self) -> Iterator[Layer]:

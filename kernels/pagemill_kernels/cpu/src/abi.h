@@ -5,7 +5,7 @@
 
 namespace pagemill {
 
-constexpr int32_t kAbiVersion = 28;
+constexpr int32_t kAbiVersion = 29;
 
 // The first four formats, kFloats8 (e4m3) and kFloats4 (values of a table) are multiplied in float32. kDots4 and kDots8
 // round activations to 16-bit integers (dots.cpp), kPairs rounds them to bfloat16 (bfloat16.cpp). From
@@ -166,7 +166,7 @@ struct ExpertsWeights {
   int64_t num_experts;
   int64_t top_k;
   int32_t renormalized;
-  int32_t activation;  // Activation; experts are gated
+  int32_t activation;  // Activation; these experts are gated
   float limit;         // 0: none
 };
 
@@ -207,17 +207,18 @@ struct RecurrenceArgs : StateRows {
   const float* queries;  // [tokens], x_stride apart as the next two: of all key heads
   const float* keys;
   const float* values;  // of all value heads
-  const float* steps;   // [tokens][num_values], step_stride apart as the next: what steps are the softplus of
-  const float* rates;   // what rates are the sigmoid of; null: they are the steps
+  const float* steps;   // [tokens][num_values][decay_values], step_stride apart: what steps are the softplus of
+  const float* rates;   // [tokens][num_values], rate_stride apart: what rates are the sigmoid of; null: the steps
   const float* gates;   // [tokens], gate_stride apart: of all value heads
   const float* decays;  // [num_values]: factors of the steps
-  const float* biases;  // [num_values]: added to `steps`
+  const float* biases;  // [num_values][decay_values]: added to `steps`
   const float* skips;   // [num_values]: factors of values in outputs; null: none
   const float* norm;    // weights of the norms, norm_stride apart; null: outputs are only gated
   float* states;        // [slots][num_values][key_dim][value_dim]
   float* log;           // [rows][block_size or more][log_values]: keys, values times rates, decays
   float* out;           // [tokens][num_values][value_dim]
   int64_t step_stride;  // floats between two tokens
+  int64_t rate_stride;
   int64_t gate_stride;
   int64_t log_stride;  // floats between two rows
   int64_t log_values;
@@ -225,6 +226,7 @@ struct RecurrenceArgs : StateRows {
   int64_t num_values;
   int64_t key_dim;
   int64_t value_dim;
+  int64_t decay_values;  // 1: a head decays as a whole; key_dim: each channel of its keys by itself
   int64_t norm_size;    // values that are normalised together
   int64_t norm_stride;  // 0: all norms have the same weights
   float eps;            // of the norm
@@ -232,7 +234,7 @@ struct RecurrenceArgs : StateRows {
   float most_step;
   float rate_scale;
   int32_t gates_first;  // whether gates are multiplied in before the norm
-  int32_t padding;
+  int32_t sigmoid_gates;  // whether that is their sigmoid, in place of silu
 };
 
 // A decoder layer: attention and an MLP, each added to the residual stream; layer.cpp. Absent parts are null.

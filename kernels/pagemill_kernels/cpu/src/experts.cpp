@@ -67,15 +67,17 @@ extern "C" void pagemill_route(const float* logits, int64_t tokens, int64_t num_
   }
 }
 
-// Adds sum over j of weights[t][j] * down(gate(up(x[t]))) by expert chosen[t][j] to out[t]; a token has no expert
+// Adds sum over j of weights[t][j] * down(activation(up(x[t]))), perhaps gated, by expert chosen[t][j] to out[t]; a token has no expert
 // twice. chosen, weights: [tokens][top_k]. out: [tokens][outputs of down]. adapters: of the tokens; null: none.
 // first_linear: number of the first expert's `up`, which its `down` and those of the others follow.
 extern "C" void pagemill_experts(const PackedWeight* const* ups, const float* const* up_biases,
                                  const PackedWeight* const* downs, const float* const* down_biases, int64_t num_experts,
                                  const float* x, int64_t tokens, int64_t x_stride, const int64_t* chosen,
-                                 const float* weights, int64_t top_k, int32_t activation, float limit,
+                                 const float* weights, int64_t top_k, int32_t activation, int32_t gated,
+                                 float limit,
                                  const StepAdapters* adapters, int64_t first_linear, float* out, int32_t num_threads) {
   const int64_t size = ups[0]->in_features, inner = downs[0]->in_features, width = downs[0]->out_features;
+  const int64_t ups_out = ups[0]->out_features;
   const Sorted sorted(chosen, tokens * top_k, num_experts);
   const int64_t most = std::min(kRows, sorted.most());
   const std::unique_ptr<float[]> scratch(new float[most * (size + 3 * inner + width)]);
@@ -88,12 +90,12 @@ extern "C" void pagemill_experts(const PackedWeight* const* ups, const float* co
       const int64_t* slots = sorted.slots.data() + start;
       const int64_t count = std::min(kRows, sorted.starts[e + 1] - start);
       for (int64_t r = 0; r < count; ++r) std::copy_n(x + slots[r] / top_k * x_stride, size, rows + r * size);
-      pagemill_linear(ups[e], rows, count, size, up_biases[e], gate_up, 2 * inner, 0, num_threads);
+      pagemill_linear(ups[e], rows, count, size, up_biases[e], gate_up, ups_out, 0, num_threads);
       const AdaptedRows of{slots, top_k, 0};
       const int64_t number = first_linear + 2 * e;
       if (adapters)
-        pagemill_add_adapters(adapters, number, rows, count, size, size, &of, gate_up, 2 * inner, num_threads);
-      pagemill_activate(gate_up, count, inner, activation, 1, limit, activated, num_threads);
+        pagemill_add_adapters(adapters, number, rows, count, size, size, &of, gate_up, ups_out, num_threads);
+      pagemill_activate(gate_up, count, inner, activation, gated, limit, activated, num_threads);
       pagemill_linear(downs[e], activated, count, inner, down_biases[e], result, width, 0, num_threads);
       if (adapters)
         pagemill_add_adapters(adapters, number + 1, activated, count, inner, inner, &of, result, width, num_threads);

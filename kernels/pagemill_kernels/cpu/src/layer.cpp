@@ -166,7 +166,7 @@ struct Layer {
     float* out = adds(w.mlp_output_norm) ? hidden : result;
     if (out != hidden && !joins()) std::fill_n(out, tokens * size, 0.0f);
     pagemill_experts(e.ups, e.up_biases, e.downs, e.down_biases, e.num_experts, x, tokens, size, chosen.data(),
-                     weights.data(), e.top_k, e.activation, e.limit, adapters(), first_linear() + kExperts, out,
+                     weights.data(), e.top_k, e.activation, 1, e.limit, adapters(), first_linear() + kExperts, out,
                      threads);
     if (joins()) return;
     if (reduces()) reduce(result, tokens * size, kMlp);

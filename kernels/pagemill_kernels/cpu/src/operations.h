@@ -35,8 +35,8 @@ void pagemill_route(const float* logits, int64_t tokens, int64_t num_experts, in
 void pagemill_experts(const pagemill::PackedWeight* const* ups, const float* const* up_biases,
                       const pagemill::PackedWeight* const* downs, const float* const* down_biases, int64_t num_experts,
                       const float* x, int64_t tokens, int64_t x_stride, const int64_t* chosen, const float* weights,
-                      int64_t top_k, int32_t activation, float limit, const pagemill::StepAdapters* adapters,
-                      int64_t first_linear, float* out, int32_t num_threads);
+                      int64_t top_k, int32_t activation, int32_t gated, float limit,
+                      const pagemill::StepAdapters* adapters, int64_t first_linear, float* out, int32_t num_threads);
 void pagemill_add_adapters(const pagemill::StepAdapters* adapters, int64_t number, const float* x, int64_t count,
                            int64_t in, int64_t x_stride, const pagemill::AdaptedRows* of, float* out,
                            int64_t out_stride, int32_t num_threads);

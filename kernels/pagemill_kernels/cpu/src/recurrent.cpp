@@ -49,10 +49,11 @@ void multiply_rows(const float* x, int64_t rows, int64_t inner, const float* s, 
   for (; r < rows; ++r) multiply<1>(x + r * inner, inner, s, columns, out + r * columns);
 }
 
-// to[k][v] = factor * from[k][v] + sum over i of weights[i] * keys[i][k] * values[i][v]; to may be from.
-void fold(const float* from, float factor, const float* weights, const float* const* keys, const float* const* values,
-          int64_t count, int64_t inner, int64_t columns, float* to) {
+// to[k][v] = factors[k * stride] * from[k][v] + sum over i of weights[i] * keys[i][k] * values[i][v]; to may be from.
+void fold(const float* from, const float* factors, int64_t stride, const float* weights, const float* const* keys,
+          const float* const* values, int64_t count, int64_t inner, int64_t columns, float* to) {
   for (int64_t k = 0; k < inner; ++k) {
+    const float factor = factors[k * stride];
     const float* before = from + k * columns;
     float* after = to + k * columns;
     int64_t v = 0;
@@ -86,6 +87,14 @@ void add(float* to, const float* from, float factor, int64_t size) {
   for (; i < size; ++i) to[i] += from[i] * factor;
 }
 
+// to = from * exp(sums - before), with before null: 0.
+void grow(const float* from, const float* sums, const float* before, int64_t size, float* to) {
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes)
+    store(to + i, load(from + i) * exp(before ? load(sums + i) - load(before + i) : load(sums + i)));
+  for (; i < size; ++i) to[i] = from[i] * std::exp(sums[i] - (before ? before[i] : 0.0f));
+}
+
 void normalize(const float* from, int64_t size, float factor, float* to) {
   const float scale = factor / std::sqrt(dot(from, from, size) + kNormEps);
   for (int64_t i = 0; i < size; ++i) to[i] = from[i] * scale;
@@ -95,10 +104,16 @@ void normalize(const float* from, int64_t size, float factor, float* to) {
 struct Scratch {
   Scratch(const RecurrenceArgs& a)
       : rows(2 * a.block_size * a.key_dim), read(2 * a.block_size * a.value_dim), fresh(a.block_size * a.value_dim),
-        sums(a.block_size), steps(a.block_size), weights(a.block_size), state(a.key_dim * a.value_dim),
-        keys(a.block_size), values(a.block_size) {}
+        sums(a.block_size * a.decay_values), steps(a.block_size), weights(a.block_size, 1.0f),
+        state(a.key_dim * a.value_dim), keys(a.block_size), values(a.block_size) {
+    if (a.decay_values == 1) return;
+    plain.resize(2 * a.block_size * a.key_dim);
+    factors.resize(2 * a.key_dim, 1.0f);
+    weighted.resize(a.block_size);
+  }
   std::vector<float> rows, read, fresh, sums, steps, weights, state;
-  std::vector<const float*> keys, values;
+  std::vector<float> plain, factors;  // with decays by channel: queries and keys of new tokens; of the fold; ones
+  std::vector<const float*> keys, values, weighted;
 };
 
 class Recurrence {
@@ -111,12 +126,10 @@ class Recurrence {
     int64_t write = a.write_starts[request];
     for (int64_t begin = 0; begin < total; begin += a.block_size) {
       const int64_t size = std::min(a.block_size, total - begin);
-      group(head, begin, size, state, own);
+      by_channel ? channel_group(head, begin, size, state, own) : group(head, begin, size, state, own);
       const int64_t behind = begin / a.block_size + 1;
       if (size < a.block_size || (behind > folded && begin + size == total)) continue;
-      for (int64_t i = 0; i < size; ++i) own.weights[i] = std::exp(own.sums[size - 1] - own.sums[i]);
-      fold(state, std::exp(own.sums[size - 1]), own.weights.data(), own.keys.data(), own.values.data(), size,
-           a.key_dim, a.value_dim, own.state.data());
+      by_channel ? fold_channels(size, state, own) : fold_heads(size, state, own);
       state = own.state.data();
       if (write < a.write_starts[request + 1] && a.write_blocks[write] == behind)
         std::copy(own.state.begin(), own.state.end(),
@@ -138,12 +151,14 @@ class Recurrence {
   const int64_t folded =
       a.write_starts[request + 1] > a.write_starts[request] ? a.write_blocks[a.write_starts[request + 1] - 1] : 0;
   float* const log = a.log + a.rows[request] * a.log_stride;
-  const bool corrected = a.rates != nullptr;
+  const bool corrected = a.rates != nullptr, by_channel = a.decay_values > 1;
 
   int64_t token(int64_t place) const { return first + place - logged; }
   float* log_of(int64_t place) const { return log + place * a.log_values; }
   int64_t log_values_at(int64_t head) const { return a.num_keys * a.key_dim + head * a.value_dim; }
-  int64_t log_decay_at(int64_t head) const { return a.num_keys * a.key_dim + a.num_values * a.value_dim + head; }
+  int64_t log_decay_at(int64_t head) const {
+    return a.num_keys * a.key_dim + a.num_values * a.value_dim + head * a.decay_values;
+  }
 
   void copy_key(int64_t place, int64_t key_head, float* to) const {
     const float* from = a.keys + token(place) * a.x_stride + key_head * a.key_dim;
@@ -156,9 +171,83 @@ class Recurrence {
               : void(std::copy_n(from, a.key_dim, to));
   }
 
-  float step_of(int64_t at, int64_t head) const {
-    const float step = a.steps[at * a.step_stride + head] + a.biases[head];
+  // `index`: of the head and the value that decays.
+  float step_of(int64_t at, int64_t index) const {
+    const float step = a.steps[at * a.step_stride + index] + a.biases[index];
     return std::min(std::max(step > 20.0f ? step : std::log1p(std::exp(step)), a.least_step), a.most_step);
+  }
+
+  float rate_of(int64_t at, int64_t head) const {
+    return a.rate_scale / (1.0f + std::exp(-a.rates[at * a.rate_stride + head]));
+  }
+
+  void fold_heads(int64_t size, const float* state, Scratch& own) const {
+    for (int64_t i = 0; i < size; ++i) own.weights[i] = std::exp(own.sums[size - 1] - own.sums[i]);
+    const float factor = std::exp(own.sums[size - 1]);
+    fold(state, &factor, 0, own.weights.data(), own.keys.data(), own.values.data(), size, a.key_dim, a.value_dim,
+         own.state.data());
+  }
+
+  void fold_channels(int64_t size, const float* state, Scratch& own) const {
+    const int64_t kd = a.key_dim;
+    const float* const last = own.sums.data() + (size - 1) * kd;
+    for (int64_t i = 0; i < size; ++i) {
+      grow(own.keys[i], last, own.sums.data() + i * kd, kd, own.rows.data() + i * kd);
+      own.weighted[i] = own.rows.data() + i * kd;
+    }
+    grow(own.factors.data() + kd, last, nullptr, kd, own.factors.data());
+    fold(state, own.factors.data(), 1, own.weights.data(), own.weighted.data(), own.values.data(), size, kd,
+         a.value_dim, own.state.data());
+  }
+
+  // Is `group` with decays by channel, which are multiplied into queries and keys.
+  void channel_group(int64_t head, int64_t begin, int64_t size, const float* state, Scratch& own) {
+    const int64_t kd = a.key_dim, vd = a.value_dim, first_channel = head * kd;
+    const int64_t known = std::min(std::max<int64_t>(0, logged - begin), size), news = size - known;
+    float* const queries = own.plain.data();
+    float* const keys = queries + a.block_size * kd;
+    for (int64_t i = 0; i < size; ++i) {
+      const int64_t place = begin + i;
+      float* const sums = own.sums.data() + i * kd;
+      if (i < known) {
+        own.keys[i] = log_of(place) + first_channel;
+        own.values[i] = log_of(place) + log_values_at(head);
+        std::copy_n(log_of(place) + log_decay_at(head), kd, sums);
+      } else {
+        copy_query(place, head, queries + i * kd);
+        copy_key(place, head, keys + i * kd);
+        own.keys[i] = keys + i * kd;
+        own.values[i] = own.fresh.data() + i * vd;
+        for (int64_t d = 0; d < kd; ++d) sums[d] = a.decays[head] * step_of(token(place), first_channel + d);
+        if (place >= folded * a.block_size)
+          std::copy_n(sums, kd, log_of(place - folded * a.block_size) + log_decay_at(head));
+      }
+      if (i) add(sums, sums - kd, 1.0f, kd);
+      if (i < known) continue;
+      grow(queries + i * kd, sums, nullptr, kd, own.rows.data() + (i - known) * kd);
+      grow(keys + i * kd, sums, nullptr, kd, own.rows.data() + (news + i - known) * kd);
+    }
+    multiply_rows(own.rows.data(), 2 * news, kd, state, vd, own.read.data());
+    float* const kept = own.rows.data();
+    for (int64_t i = known; i < size; ++i) {
+      const int64_t at = token(begin + i);
+      const float* const query = queries + i * kd;
+      float* const value = own.fresh.data() + i * vd;
+      float* const out = a.out + (at * a.num_values + head) * vd;
+      std::copy_n(a.values + at * a.x_stride + head * vd, vd, value);
+      std::copy_n(own.read.data() + (i - known) * vd, vd, out);
+      add(value, own.read.data() + (news + i - known) * vd, -1.0f, vd);
+      for (int64_t j = 0; j < i; ++j) {
+        grow(own.keys[j], own.sums.data() + i * kd, own.sums.data() + j * kd, kd, kept);
+        add(value, own.values[j], -dot(kept, own.keys[i], kd), vd);
+        add(out, own.values[j], dot(kept, query, kd), vd);
+      }
+      const float rate = rate_of(at, head);
+      for (int64_t v = 0; v < vd; ++v) value[v] *= rate;
+      add(out, value, dot(own.keys[i], query, kd), vd);
+      const int64_t place = begin + i - folded * a.block_size;
+      if (place >= 0) std::copy_n(value, vd, log_of(place) + log_values_at(head));
+    }
   }
 
   // Computes the outputs and the values of a group's new tokens; leaves keys, values and sums of decays of all.
@@ -199,7 +288,7 @@ class Recurrence {
         if (corrected) add(value, own.values[j], -kept * dot(own.keys[j], own.keys[i], kd), vd);
         add(out, own.values[j], kept * dot(own.keys[j], query, kd), vd);
       }
-      const float rate = corrected ? a.rate_scale / (1.0f + std::exp(-a.rates[at * a.step_stride + head])) : own.steps[i];
+      const float rate = corrected ? rate_of(at, head) : own.steps[i];
       for (int64_t v = 0; v < vd; ++v) value[v] *= rate;
       add(out, value, dot(own.keys[i], query, kd), vd);
       if (a.skips) add(out, given, a.skips[head], vd);
@@ -211,7 +300,8 @@ class Recurrence {
   }
 };
 
-// Normalises the outputs of a token that have one norm, and multiplies them by silu of their gates, before or behind.
+// Normalises the outputs of a token that have one norm, and multiplies them by silu or the sigmoid of their gates,
+// before or behind.
 void gate(const RecurrenceArgs& a, int64_t at, int64_t part) {
   const int64_t size = a.norm_size;
   float* const out = a.out + at * a.num_values * a.value_dim + part * size;
@@ -219,10 +309,10 @@ void gate(const RecurrenceArgs& a, int64_t at, int64_t part) {
   const auto multiply_by_gates = [&] {
     int64_t i = 0;
     for (; i + kLanes <= size; i += kLanes) {
-      const Floats g = load(gates + i);
-      store(out + i, load(out + i) * (g / (1.0f + exp(-g))));
+      const Floats g = load(gates + i), over = a.sigmoid_gates ? zero() + 1.0f : g;
+      store(out + i, load(out + i) * (over / (1.0f + exp(-g))));
     }
-    for (; i < size; ++i) out[i] *= gates[i] / (1.0f + std::exp(-gates[i]));
+    for (; i < size; ++i) out[i] *= (a.sigmoid_gates ? 1.0f : gates[i]) / (1.0f + std::exp(-gates[i]));
   };
   if (a.gates_first) multiply_by_gates();
   if (a.norm) {

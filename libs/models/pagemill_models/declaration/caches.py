@@ -63,7 +63,7 @@ class DeltaRuleSpec(msgspec.Struct, frozen=True, kw_only=True, tag="delta_rule")
     """
 
     name: str
-    """Prefix of the stored tensors `conv1d.weight` [channels, 1, width], `A_log` and `dt_bias` [num_value_heads]."""
+    """Prefix of the stored tensors `A_log` and `dt_bias` [num_value_heads], and of `convolutions`."""
     num_key_heads: int
     num_value_heads: int
     key_dim: int
@@ -79,10 +79,18 @@ class DeltaRuleSpec(msgspec.Struct, frozen=True, kw_only=True, tag="delta_rule")
     output: LinearSpec
     rate_scale: float = 1.0
     """Factor on b: up to 2, with which a state may also change its sign."""
+    split: bool = False
+    """Whether queries, keys and values each have a stored convolution."""
 
     @property
     def channels(self) -> int:
-        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
+        return sum(self.convolutions.values())
+
+    @property
+    def convolutions(self) -> dict[str, int]:
+        """The channels of each stored convolution, `weight` [channels, 1, width], by its name."""
+        of_keys, of_values = self.num_key_heads * self.key_dim, self.num_value_heads * self.value_dim
+        return convolutions_of(self.name, of_keys, of_values, split=self.split)
 
     @property
     def cache(self) -> StateSpec:
@@ -100,8 +108,81 @@ class DeltaRuleSpec(msgspec.Struct, frozen=True, kw_only=True, tag="delta_rule")
 
     def shapes(self) -> Shapes:
         heads = (self.num_value_heads,)
-        own = {"conv1d.weight": (self.channels, 1, self.width), "A_log": heads, "dt_bias": heads}
-        return merged(*self.linears(), self.norm) | {f"{self.name}.{part}": shape for part, shape in own.items()}
+        own: Shapes = {f"{self.name}.A_log": heads, f"{self.name}.dt_bias": heads}
+        return merged(*self.linears(), self.norm) | own | kernels(self.convolutions, self.width)
+
+
+class ChannelDeltaRuleSpec(msgspec.Struct, frozen=True, kw_only=True, tag="channel_delta_rule"):
+    """The delta rule with a decay for each channel of keys, as in Kimi Linear (arXiv 2510.26692).
+
+    It is `DeltaRuleSpec` with as many key heads as value heads, where D is the state before with row k times
+    exp(-exp(A_log) softplus(decay_up(decay_down(x)) + dt_bias)), and with gates gate_up(gate_down(x)), whose sigmoid is
+    multiplied in.
+    """
+
+    name: str
+    """Prefix of the stored `convolutions`."""
+    decay_name: str
+    """Prefix of the stored tensors `A_log` [1, 1, num_value_heads, 1] and `dt_bias` [num_value_heads * key_dim]."""
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    width: int
+    """Tokens that the convolution reads."""
+    inputs: LinearSpec
+    """Rows: all queries, all keys, all values, which are convolved."""
+    rates: LinearSpec
+    """Rows: for each head what b is the sigmoid of."""
+    decay_down: LinearSpec
+    decay_up: LinearSpec
+    gate_down: LinearSpec
+    gate_up: LinearSpec
+    norm: NormSpec
+    """Of each head."""
+    output: LinearSpec
+
+    @property
+    def channels(self) -> int:
+        return sum(self.convolutions.values())
+
+    @property
+    def convolutions(self) -> dict[str, int]:
+        """As those of `DeltaRuleSpec`."""
+        heads = self.num_value_heads
+        return convolutions_of(self.name, heads * self.key_dim, heads * self.value_dim, split=True)
+
+    @property
+    def cache(self) -> StateSpec:
+        """Of each token since the state: its key, its corrected value and its decays."""
+        heads = self.num_value_heads
+        return StateSpec(
+            parts=((heads, self.key_dim, self.value_dim),),
+            inputs_per_token=heads * (2 * self.key_dim + self.value_dim),
+            channels=self.channels,
+            width=self.width,
+        )
+
+    def linears(self) -> Iterator[LinearSpec]:
+        yield from (self.inputs, self.rates, self.decay_down, self.decay_up, self.gate_down, self.gate_up, self.output)
+
+    def shapes(self) -> Shapes:
+        heads = self.num_value_heads
+        own: Shapes = {
+            f"{self.decay_name}.A_log": (1, 1, heads, 1),
+            f"{self.decay_name}.dt_bias": (heads * self.key_dim,),
+        }
+        return merged(*self.linears(), self.norm) | own | kernels(self.convolutions, self.width)
+
+
+def convolutions_of(name: str, of_keys: int, of_values: int, *, split: bool) -> dict[str, int]:
+    """Return the channels of a delta rule's stored convolutions by their names."""
+    if not split:
+        return {f"{name}.conv1d": 2 * of_keys + of_values}
+    return {f"{name}.q_conv1d": of_keys, f"{name}.k_conv1d": of_keys, f"{name}.v_conv1d": of_values}
+
+
+def kernels(convolutions: dict[str, int], width: int) -> Shapes:
+    return {f"{name}.weight": (channels, 1, width) for name, channels in convolutions.items()}
 
 
 class StateSpaceSpec(msgspec.Struct, frozen=True, kw_only=True, tag="state_space"):
@@ -197,5 +278,5 @@ class ShortConvolutionSpec(msgspec.Struct, frozen=True, kw_only=True, tag="short
         return merged(*self.linears()) | {f"{self.name}.weight": (self.channels, 1, self.width)} | bias
 
 
-RecurrentSpec = DeltaRuleSpec | StateSpaceSpec | ShortConvolutionSpec
+RecurrentSpec = DeltaRuleSpec | ChannelDeltaRuleSpec | StateSpaceSpec | ShortConvolutionSpec
 """A layer that keeps a state."""

@@ -208,6 +208,29 @@ class ConfigValues:
             raise UnreadableModelError(f"`{self.path.parent}` declares {key} = {window}; it must be positive.")
         return window
 
+    def replaced(self, **values: Any) -> ConfigValues:
+        """Return the file's values with others for some keys."""
+        return ConfigValues(self.path, {**self._written, **values}, self.architecture, self.held, self._defaults)
+
+    def renamed(self, names: Mapping[str, str]) -> ConfigValues:
+        """Return the file's values with those that it has under other keys. `names`: by these keys."""
+        found = {name: self._written[other] for other, name in names.items() if self._written.get(other) is not None}
+        return self.replaced(**found)
+
+    def names(self, key: str) -> list[str]:
+        """Return a list of names, which must be there."""
+        values = self._values.get(key)
+        if not isinstance(values, list) or not values or not all(isinstance(each, str) for each in values):
+            raise self.wrong(key, values, "a list of names")
+        return values
+
+    @property
+    def is_rotated(self) -> bool:
+        """Whether there is a rotary embedding: files say that there is none by a base that is null."""
+        with rope_errors(self.architecture, self.path):
+            settings = settings_of(self._written)[1]
+        return settings.get("rope_theta", self._written.get("rope_theta", DEFAULT_THETA)) is not None
+
     def rope(
         self, head_dim: int, context: int, *, partial: tuple[str, float] | None = None, kind: str | None = None
     ) -> RopeSpec:

@@ -12,7 +12,13 @@ from typing import ClassVar, Literal
 
 import msgspec
 
-from pagemill_models.declaration.caches import DeltaRuleSpec, LayerCacheSpec, RecurrentSpec, VectorsSpec
+from pagemill_models.declaration.caches import (
+    ChannelDeltaRuleSpec,
+    DeltaRuleSpec,
+    LayerCacheSpec,
+    RecurrentSpec,
+    VectorsSpec,
+)
 from pagemill_models.declaration.matrices import Activation as Activation
 from pagemill_models.declaration.matrices import LinearSpec as LinearSpec
 from pagemill_models.declaration.matrices import MatrixSpec as MatrixSpec
@@ -67,6 +73,8 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
     """The earlier layer whose keys and values it reads; None: it has its own."""
     clip: float | None = None
     """Bound of the amounts of normalised queries and keys, before the rotation, and of values."""
+    head_gates: LinearSpec | None = None
+    """One row for each query head, whose attended values are multiplied by the sigmoid of the product."""
 
     @property
     def cache_heads(self) -> int:
@@ -88,11 +96,11 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
         return self.head_dim
 
     def linears(self) -> Iterator[LinearSpec]:
-        yield from (self.qkv, self.output)
+        yield from (each for each in (self.qkv, self.head_gates, self.output) if each is not None)
 
     def shapes(self) -> Shapes:
         sinks: Shapes = {} if self.sinks is None else {self.sinks: (self.num_heads,)}
-        return merged(self.qkv, self.output, self.query_norm, self.key_norm, self.value_norm) | sinks
+        return merged(*self.linears(), self.query_norm, self.key_norm, self.value_norm) | sinks
 
 
 class LatentAttentionSpec(msgspec.Struct, frozen=True, kw_only=True, tag="latent_attention"):
@@ -107,10 +115,10 @@ class LatentAttentionSpec(msgspec.Struct, frozen=True, kw_only=True, tag="latent
     key_dim: int
     """Values of a head's key that come from the latent."""
     value_dim: int
-    rope: RopeSpec
-    """Rotation of the last `rotary_dim` values of queries, and of the whole shared key."""
+    rope: RopeSpec | None
+    """Rotation of the last `rotary_dim` values of queries, and of the whole shared key; None: nothing is rotated."""
     query: LinearSpec
-    """Rows: for each head `key_dim` values, then the rotated ones."""
+    """Rows: for each head `key_dim` values, then those for the shared key."""
     down: LinearSpec
     """Rows: the latent, then the shared key."""
     latent_norm: NormSpec
@@ -122,6 +130,8 @@ class LatentAttentionSpec(msgspec.Struct, frozen=True, kw_only=True, tag="latent
     """Applied before `query_norm` and `query`, where queries are compressed as well."""
     query_norm: NormSpec | None = None
     query_growth: QueryGrowth | None = None
+    plain_shared: int = 0
+    """Values of a shared key that is not rotated."""
 
     window: ClassVar[None] = None
     causal: ClassVar[bool] = True
@@ -131,15 +141,20 @@ class LatentAttentionSpec(msgspec.Struct, frozen=True, kw_only=True, tag="latent
     @property
     def head_dim(self) -> int:
         """Size of cached vectors, and of queries once `up` is multiplied into them."""
-        return self.latent_size + self.rope.rotary_dim
+        return self.latent_size + self.shared_size
 
     @property
     def cache(self) -> VectorsSpec:
         return VectorsSpec(self.cache_heads, self.head_dim)
 
     @property
+    def shared_size(self) -> int:
+        """Values of the key that all heads share."""
+        return self.plain_shared if self.rope is None else self.rope.rotary_dim
+
+    @property
     def rotary_table_dim(self) -> int:
-        return self.rope.rotary_dim
+        return self.shared_size
 
     def linears(self) -> Iterator[LinearSpec]:
         every = (self.query_down, self.query, self.down, self.up, self.output)
@@ -472,6 +487,8 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Prefixes of unused layers that files may contain: layers that draft further tokens."""
     optional_prefix: str = ""
     """Prefix of names, such as `transformer.`, that some files leave out."""
+    renamed: dict[str, str] = {}
+    """Parts of names that files may have in place of those declared."""
     stacked: dict[str, tuple[str, ...]] = {}
     """Suffixes of tensors that files store for all experts at once, with the suffixes of each expert's own, where `*`
     is its number: `.experts.gate_up_proj` and `.experts.*.gate_up_proj.weight`. Several divide its rows equally."""
@@ -560,9 +577,8 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
         those that are multiplied into others.
         """
         names = {name for mixture in self.mixtures() for name in mixture.gate_names()}
-        names |= {
-            name for each in self.recurrent() if isinstance(each, DeltaRuleSpec) for name in each.rates.weight_shapes()
-        }
+        rules = (each for each in self.recurrent() if isinstance(each, DeltaRuleSpec | ChannelDeltaRuleSpec))
+        names |= {name for each in rules for name in each.rates.weight_shapes()}
         dense = () if self.classifier is None else self.classifier.layers
         names |= {name for layer in dense for name in layer.linear.weight_shapes()}
         latent = (each for each in self.attentions() if isinstance(each, LatentAttentionSpec))

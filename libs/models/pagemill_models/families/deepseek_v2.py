@@ -97,7 +97,7 @@ def latent_decoder(
         first, second = spec.norms()
         if index >= num_dense:
             mlp = with_shared_experts(experts, f"{spec.name}.mlp", num_shared, gating_of)
-        attention = _attention(config, numbers, rope, f"{spec.name}.self_attn", biased)
+        attention = latent_attention(config, numbers, rope, f"{spec.name}.self_attn", biased)
         return sequential(spec.name, (first, attention), (second, mlp))
 
     layers = tuple(layer(index, spec) for index, spec in enumerate(plain.layers))
@@ -114,8 +114,12 @@ def _rope(config: ConfigValues, numbers: Numbers, interleaved: bool, of_whole_he
     return msgspec.structs.replace(rope, interleaved=interleaved)
 
 
-def _attention(config: ConfigValues, numbers: Numbers, rope: RopeSpec, name: str, biased: bool) -> LatentAttentionSpec:
-    size, num_heads, turning = numbers.hidden_size, numbers.num_heads, rope.rotary_dim
+def latent_attention(
+    config: ConfigValues, numbers: Numbers, rope: RopeSpec | None, name: str, biased: bool
+) -> LatentAttentionSpec:
+    """Declare attention. `rope`: None where the shared key and its queries are not rotated."""
+    size, num_heads = numbers.hidden_size, numbers.num_heads
+    turning = config.size("qk_rope_head_dim", default=64) if rope is None else rope.rotary_dim
     latent_size = config.size("kv_lora_rank", default=512)
     key_dim, value_dim = config.size("qk_nope_head_dim", default=128), config.size("v_head_dim", default=128)
     up = [MatrixSpec(name=f"{name}.kv_b_proj", rows=num_heads * (key_dim + value_dim))]
@@ -123,7 +127,8 @@ def _attention(config: ConfigValues, numbers: Numbers, rope: RopeSpec, name: str
         config.check_parts("attention heads", num_heads)
         up = [part for head in range(num_heads) for part in _parts_of_head(name, head, key_dim, value_dim)]
     query_rows = num_heads * (key_dim + turning)
-    magnitude = rope.scaling.magnitude if isinstance(rope.scaling, YarnScaling) else 1.0
+    scaling = None if rope is None else rope.scaling
+    magnitude = scaling.magnitude if isinstance(scaling, YarnScaling) else 1.0
     queries = dict[str, Any](query=linear(size, (f"{name}.q_proj", query_rows)))
     if config.optional_integer("q_lora_rank", 1536) is not None:
         rank = config.size("q_lora_rank", default=1536)
@@ -143,6 +148,7 @@ def _attention(config: ConfigValues, numbers: Numbers, rope: RopeSpec, name: str
         up=LinearSpec(latent_size, tuple(up)),
         output=linear(num_heads * value_dim, (f"{name}.o_proj", size), bias=biased),
         scale=(key_dim + turning) ** -0.5 * magnitude**2,
+        plain_shared=turning if rope is None else 0,
         **queries,
     )
 

@@ -2,48 +2,58 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from pagemill_models.declaration.caches import ShortConvolutionSpec
 from pagemill_models.declaration.config_values import ConfigValues
 from pagemill_models.declaration.declaration import (
     AttentionSpec,
+    BlockSpec,
     DecoderSpec,
     EmbeddingSpec,
     HeadSpec,
     LayerSpec,
-    MLPSpec,
     NormSpec,
     RopeSpec,
 )
 from pagemill_models.declaration.family import Family
 from pagemill_models.declaration.parts import head_size, linear, sequential
+from pagemill_models.families.moe import gated_mlp
 
 FULL, CONVOLUTION = "full_attention", "conv"
+PARTS = ("w1", "w3", "w2")
+"""Names of an MLP's gate, up and down projection."""
 
 
 def read_config(config: ConfigValues) -> DecoderSpec:
-    size, num_layers = config.size("hidden_size"), config.size("num_layers", "num_hidden_layers")
-    num_heads = config.size("num_heads", "num_attention_heads")
+    inner = _inner_size(config)
+    num_layers = num_layers_of(config)
+    return hybrid(
+        config,
+        config.layer_types(num_layers) or _by_indices(config, num_layers),
+        forward=lambda _, name: gated_mlp(name, config.size("hidden_size"), inner, "silu", PARTS),
+    )
+
+
+def num_layers_of(config: ConfigValues) -> int:
+    return config.size("num_layers", "num_hidden_layers")
+
+
+def hybrid(config: ConfigValues, kinds: list[str], forward: Callable[[int, str], BlockSpec]) -> DecoderSpec:
+    """Declare a decoder. `kinds`: of each layer. `forward`: returns a layer's second block for its number and name."""
+    size, num_heads = config.size("hidden_size"), config.size("num_heads", "num_attention_heads")
     vocab_size, context = config.size("vocab_size"), config.size("max_position_embeddings", default=128_000)
     head_dim = config.size("head_dim", default=head_size(size, num_heads))
     rope, eps = config.rope(head_dim, context), config.epsilon("norm_eps", default=1e-5)
-    kinds = config.layer_types(num_layers) or _by_indices(config, num_layers)
     unknown = next((kind for kind in kinds if kind not in (FULL, CONVOLUTION)), None)
     if unknown is not None:
         raise config.unsupported(f"layers of the type `{unknown}`")
-    inner = _inner_size(config)
 
     def layer(index: int, kind: str) -> LayerSpec:
         name = f"model.layers.{index}"
         norms = [NormSpec(name=f"{name}.{which}_norm", size=size, eps=eps) for which in ("operator", "ffn")]
-        mixer = _attention(config, name, rope, eps) if kind == FULL else _convolution(config, f"{name}.conv", size)
-        forward = f"{name}.feed_forward"
-        mlp = MLPSpec(
-            up=linear(size, (f"{forward}.w1", inner), (f"{forward}.w3", inner)),
-            down=linear(inner, (f"{forward}.w2", size)),
-            activation="silu",
-            gated=True,
-        )
-        return sequential(name, (norms[0], mixer), (norms[1], mlp))
+        mixer = _attention(config, name, rope, eps) if kind == FULL else convolution(config, f"{name}.conv", size)
+        return sequential(name, (norms[0], mixer), (norms[1], forward(index, f"{name}.feed_forward")))
 
     return DecoderSpec(
         architecture=config.architecture,
@@ -93,7 +103,7 @@ def _attention(config: ConfigValues, layer: str, rope: RopeSpec, eps: float) -> 
     )
 
 
-def _convolution(config: ConfigValues, name: str, size: int) -> ShortConvolutionSpec:
+def convolution(config: ConfigValues, name: str, size: int) -> ShortConvolutionSpec:
     biased = config.flag("conv_bias", False)
     return ShortConvolutionSpec(
         name=f"{name}.conv",

@@ -23,6 +23,7 @@ from pagemill_models.declaration.gguf_values import GGUFValues
 from pagemill_models.declaration.parts import linear, sequential
 
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
 GGUF_IN_LAYER = {
     "ffn_gate_inp": "mlp.gate",
     "ffn_gate_exps": "mlp.experts.*.gate_proj",
@@ -51,7 +52,7 @@ def mixture_from_config(config: ConfigValues, *, size_key: str, renormalized: bo
     """Read the numbers. Raises `UnreadableModelError` for impossible ones."""
     num_experts = config.size("num_experts", *_COUNTS)
     config.check_parts("experts", num_experts)
-    top_k = config.size("num_experts_per_tok", "num_experts_per_tok", "moe_k", "moe_topk")
+    top_k = config.size("num_experts_per_tok", "num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk")
     if top_k > num_experts:
         raise config.wrong("num_experts_per_tok", top_k, f"at most the {num_experts} experts of a layer")
     return Mixture(
@@ -91,14 +92,21 @@ def mixture(numbers: Mixture, name: str, parts: tuple[str, str, str]) -> MoESpec
 
 
 def with_shared_experts(
-    numbers: Mixture, name: str, num_shared: int, gating_of: Callable[[str], GatingSpec]
+    numbers: Mixture,
+    name: str,
+    num_shared: int,
+    gating_of: Callable[[str], GatingSpec],
+    parts: tuple[str, str, str] = GATE_UP_DOWN,
 ) -> MoESpec:
-    """Declare a mixture as `mixture`, with shared experts and the routing that `gating_of` returns for its name."""
+    """Declare a mixture as `mixture`, with shared experts and the routing that `gating_of` returns for its name.
+
+    `parts`: as those of `mixture`; shared experts have the usual names.
+    """
     shared, inner = None, numbers.intermediate_size * num_shared
     if num_shared:
-        mlp = gated_mlp(f"{name}.shared_experts", numbers.hidden_size, inner, numbers.activation, _PARTS)
+        mlp = gated_mlp(f"{name}.shared_experts", numbers.hidden_size, inner, numbers.activation, GATE_UP_DOWN)
         shared = SharedExpertSpec(mlp=mlp)
-    return msgspec.structs.replace(mixture(numbers, name, _PARTS), shared=shared, gating=gating_of(name))
+    return msgspec.structs.replace(mixture(numbers, name, parts), shared=shared, gating=gating_of(name))
 
 
 def num_drafting(config: ConfigValues, default: int) -> int:
@@ -124,9 +132,6 @@ def with_drafting(longer: DecoderSpec, num_layers: int, drafting: int) -> Decode
     )
     norm = msgspec.structs.replace(last, name=f"{name}.shared_head.norm")
     return msgspec.structs.replace(plain, mtp=DrafterSpec(reads, head[0], norm))
-
-
-_PARTS = ("gate_proj", "up_proj", "down_proj")
 
 
 def stored_together(spec: MoESpec, *, transposed: bool = False) -> MoESpec:

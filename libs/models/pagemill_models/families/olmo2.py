@@ -6,6 +6,7 @@ from pagemill_models.declaration.changes import replace, with_attention
 from pagemill_models.declaration.config_values import ConfigValues
 from pagemill_models.declaration.declaration import (
     AttentionSpec,
+    BlockSpec,
     BranchSpec,
     DecoderSpec,
     LayerSpec,
@@ -32,12 +33,14 @@ def with_norms_behind(plain: DecoderSpec, numbers: Numbers) -> DecoderSpec:
 
 
 def with_layer_norms_behind(plain: DecoderSpec, numbers: Numbers) -> DecoderSpec:
-    return replace(plain, layers=tuple(_layer(layer, numbers) for layer in plain.layers))
+    return replace(
+        plain, layers=tuple(layer_with_norms_behind(layer, tuple(layer.blocks()), numbers) for layer in plain.layers)
+    )
 
 
-def _layer(plain: LayerSpec, numbers: Numbers) -> LayerSpec:
-    attention, mlp = plain.blocks()
-    behind = (("post_attention", attention), ("post_feedforward", mlp))
+def layer_with_norms_behind(plain: LayerSpec, blocks: tuple[BlockSpec, ...], numbers: Numbers) -> LayerSpec:
+    """Return the layer with attention and MLP, `blocks`, each before a norm of its own."""
+    behind = zip(("post_attention", "post_feedforward"), blocks, strict=True)
     branches = [
         BranchSpec(block=block, output_norm=_norm(f"{plain.name}.{name}_layernorm", numbers.hidden_size, numbers))
         for name, block in behind

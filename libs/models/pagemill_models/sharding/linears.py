@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from itertools import count
 from typing import Literal, NamedTuple
 
-from pagemill_models.declaration.caches import DeltaRuleSpec, RecurrentSpec
+from pagemill_models.declaration.caches import ChannelDeltaRuleSpec, DeltaRuleSpec, RecurrentSpec
 from pagemill_models.declaration.declaration import (
     AttentionSpec,
     BlockSpec,
@@ -22,7 +22,8 @@ from pagemill_models.declaration.declaration import (
 )
 
 Role = Literal[
-    "qkv", "state_inputs", "state_rates", "query_down", "query", "latent_down", "latent_up", "output",
+    "qkv", "head_gates", "state_inputs", "state_rates", "state_decay_down", "state_decay_up", "state_gate_down",
+    "state_gate_up", "query_down", "query", "latent_down", "latent_up", "output",
     "up", "down", "router", "expert_up", "expert_down", "shared_up", "shared_down", "shared_gate",
     "embedding", "embedding_projection", "layer_inputs", "layer_projection", "head_projection", "head", "classifier",
 ]  # fmt: skip
@@ -30,8 +31,13 @@ Split = Literal["rows", "columns", "vocabulary", "whole"]
 
 SPLITS: dict[Role, Split] = {
     "qkv": "rows",
+    "head_gates": "rows",
     "state_inputs": "whole",
     "state_rates": "whole",
+    "state_decay_down": "whole",
+    "state_decay_up": "whole",
+    "state_gate_down": "whole",
+    "state_gate_up": "whole",
     "query_down": "whole",
     "query": "rows",
     "latent_down": "whole",
@@ -107,10 +113,17 @@ def _of_block(block: BlockSpec) -> Iterator[tuple[Role, LinearSpec, int | None]]
     """Yield the linear layers of a block in the order of `block.linears()`."""
     if isinstance(block, AttentionSpec):
         yield "qkv", block.qkv, None
+        if block.head_gates is not None:
+            yield "head_gates", block.head_gates, None
     elif isinstance(block, RecurrentSpec):
         yield "state_inputs", block.inputs, None
-        if isinstance(block, DeltaRuleSpec):
+        if isinstance(block, DeltaRuleSpec | ChannelDeltaRuleSpec):
             yield "state_rates", block.rates, None
+        if isinstance(block, ChannelDeltaRuleSpec):
+            yield "state_decay_down", block.decay_down, None
+            yield "state_decay_up", block.decay_up, None
+            yield "state_gate_down", block.gate_down, None
+            yield "state_gate_up", block.gate_up, None
     elif isinstance(block, LatentAttentionSpec):
         if block.query_down is not None:
             yield "query_down", block.query_down, None

@@ -194,6 +194,7 @@ class _Part:
             num_heads=queries[1] - queries[0],
             num_kv_heads=keys[1] - keys[0],
             qkv=self._rows(spec.qkv, rows),
+            head_gates=None if spec.head_gates is None else self._rows(spec.head_gates, (queries,)),
             output=self._columns(spec.output, (scaled(queries, size),)),
             query_norm=self._norm(spec.query_norm, size, queries, adds=True),
             key_norm=self._norm(spec.key_norm, size, keys, adds=own.is_first),
@@ -205,7 +206,7 @@ class _Part:
         return replace(
             spec,
             num_heads=heads[1] - heads[0],
-            query=self._rows(spec.query, (scaled(heads, spec.key_dim + spec.rope.rotary_dim),)),
+            query=self._rows(spec.query, (scaled(heads, spec.key_dim + spec.shared_size),)),
             up=self._rows(spec.up, (scaled(heads, spec.key_dim + spec.value_dim),)),
             output=self._columns(spec.output, (scaled(heads, spec.value_dim),)),
         )

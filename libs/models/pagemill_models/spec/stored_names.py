@@ -30,6 +30,8 @@ def declared_names(stored: Iterable[str], decoder: DecoderSpec) -> dict[str, str
     """Return the stored name of each declared name; a name that is not declared is returned for itself."""
     of_mixtral = any(_MIXTRAL in name for mixture in decoder.mixtures() for name in mixture.gate_names())
     current = {_of_mixtral(_current(name)) if of_mixtral else _current(name): name for name in stored}
+    for other, declared in decoder.renamed.items():
+        current = {name.replace(other, declared): stored_name for name, stored_name in current.items()}
     return {declared: current[name] for declared, name in _prefixed(list(current), decoder).items()}
 
 

@@ -1,0 +1,172 @@
+"""Nemotron-H and Nemotron 3 (arXiv 2504.03624): layers of one block each, which is a state space of Mamba 2, attention
+without a rotation, an MLP, or experts without gates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from pagemill_models.declaration.changes import replace
+from pagemill_models.declaration.config_values import ConfigValues
+from pagemill_models.declaration.declaration import (
+    AttentionSpec,
+    BlockSpec,
+    DecoderSpec,
+    EmbeddingSpec,
+    HeadSpec,
+    LayerSpec,
+    MLPSpec,
+    MoESpec,
+    NormSpec,
+    SharedExpertSpec,
+)
+from pagemill_models.declaration.family import Family
+from pagemill_models.declaration.parts import linear, plain_mlp, sequential
+from pagemill_models.families.deepseek_v3 import sigmoid_gating
+from pagemill_models.families.mamba2 import FULL, RECURRENT, kinds_of_layers, state_space
+from pagemill_models.families.moe import mixture_from_config
+
+MLP, EXPERTS = "mlp", "moe"
+PATTERN = {"M": RECURRENT, "E": EXPERTS, "*": FULL, "-": MLP}
+"""The letters of `hybrid_override_pattern`."""
+RENAMED = {"backbone.": "model."}
+STACKED = {
+    ".experts.up_proj": (".experts.*.up_proj.weight",),
+    ".experts.down_proj": (".experts.*.down_proj.weight",),
+}
+UNUSED = ("mtp.",)
+"""Layers that draft further tokens."""
+
+
+def read_config(config: ConfigValues) -> DecoderSpec:
+    size, context = config.size("hidden_size"), config.size("max_position_embeddings", default=4096)
+    vocab_size, eps = config.size("vocab_size"), config.epsilon("layer_norm_epsilon", default=1e-5)
+    if config.in_use("sliding_window"):
+        raise config.unsupported("a sliding window (`sliding_window`)")
+    kinds = _kinds(config)
+    config = config.replaced(num_hidden_layers=len(kinds))
+    blocks: dict[str, Callable[[str], BlockSpec]] = {
+        RECURRENT: lambda name: _state_space(config, name, eps),
+        FULL: lambda name: _attention(config, name),
+        MLP: lambda name: _mlp(config, name, config.size("intermediate_size", default=21_504)),
+    }
+    if EXPERTS in kinds:
+        blocks[EXPERTS] = _experts(config)
+
+    def layer(index: int, kind: str) -> LayerSpec:
+        name = f"model.layers.{index}"
+        norm = NormSpec(name=f"{name}.norm", size=size, eps=eps)
+        return sequential(name, (norm, blocks[kind](f"{name}.mixer")))
+
+    return DecoderSpec(
+        architecture=config.architecture,
+        hidden_size=size,
+        vocab_size=vocab_size,
+        max_position_embeddings=context,
+        embedding=EmbeddingSpec(name="model.embeddings", num_rows=vocab_size, size=size),
+        layers=tuple(layer(index, kind) for index, kind in enumerate(kinds)),
+        norm=NormSpec(name="model.norm_f", size=size, eps=eps),
+        head=HeadSpec(name="lm_head", tied=config.flag("tie_word_embeddings", False)),
+        ignored_layers=UNUSED,
+        renamed=RENAMED,
+        stacked=STACKED if EXPERTS in kinds else {},
+    )
+
+
+def _kinds(config: ConfigValues) -> list[str]:
+    """Return the kind of each layer: of `layers_block_type`, or by the letters of the pattern in older files."""
+    key = next((key for key in ("layers_block_type", "layer_types") if config.has(key)), None)
+    if key is None:
+        pattern = config.text("hybrid_override_pattern", "")
+        unknown = next((letter for letter in pattern if letter not in PATTERN), None)
+        if unknown is not None:
+            raise config.unsupported(f"layers of the type `{unknown}` (`hybrid_override_pattern`)")
+        if not pattern:
+            raise config.wrong("layers_block_type", None, "a list with the kind of each layer")
+        declared = config.size("num_layers", "num_hidden_layers", default=len(pattern))
+        if declared != len(pattern):
+            raise config.wrong("hybrid_override_pattern", pattern, f"{declared} letters, one for each layer")
+        return [PATTERN[letter] for letter in pattern]
+    num_layers = config.size("num_layers", "num_hidden_layers", default=len(config.names(key)))
+    return kinds_of_layers(config, num_layers, key, (MLP, EXPERTS)) or []
+
+
+def _state_space(config: ConfigValues, name: str, eps: float) -> BlockSpec:
+    num_heads, num_groups = (
+        config.size("mamba_num_heads", default=128),
+        config.size("n_groups", "n_groups", "mamba_n_groups", default=8),
+    )
+    if num_heads % num_groups:
+        raise config.wrong("n_groups", num_groups, f"a divisor of the {num_heads} mamba_num_heads")
+    if config.activation("mamba_hidden_act", default="silu") != "silu":
+        raise config.unsupported("another activation than `silu` beside a state space (`mamba_hidden_act`)")
+    return state_space(
+        name,
+        config.size("hidden_size"),
+        num_heads=num_heads,
+        head_dim=config.size("mamba_head_dim", default=64),
+        num_groups=num_groups,
+        state_size=config.size("ssm_state_size", default=128),
+        width=config.size("conv_kernel", "conv_kernel", "mamba_d_conv", default=4),
+        bias=config.flag("use_conv_bias", config.flag("mamba_conv_bias", True)),
+        biased=config.flag("use_bias", False),
+        eps=eps,
+        step_limits=config.numbers("time_step_limit", (0.0, math.inf)),
+    )
+
+
+def _attention(config: ConfigValues, name: str) -> AttentionSpec:
+    size, num_heads = config.size("hidden_size"), config.size("num_heads", "num_attention_heads", default=32)
+    num_kv_heads = config.size("num_kv_heads", "num_key_value_heads", default=num_heads)
+    head_dim = config.size("head_dim", "head_dim", "attention_head_dim", default=128)
+    biased = config.flag("attention_bias", False)
+    rows = {"q": num_heads * head_dim, "k": num_kv_heads * head_dim, "v": num_kv_heads * head_dim}
+    return AttentionSpec(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        qkv=linear(size, *((f"{name}.{part}_proj", count) for part, count in rows.items()), bias=biased),
+        output=linear(rows["q"], (f"{name}.o_proj", size), bias=biased),
+        scale=head_dim**-0.5,
+    )
+
+
+def _mlp(config: ConfigValues, name: str, inner: int) -> MLPSpec:
+    size, biased = config.size("hidden_size"), config.flag("mlp_bias", False)
+    return plain_mlp(
+        linear(size, (f"{name}.up_proj", inner), bias=biased),
+        linear(inner, (f"{name}.down_proj", size), bias=biased),
+        config.activation("mlp_hidden_act", default="relu2"),
+    )
+
+
+def _experts(config: ConfigValues) -> Callable[[str], BlockSpec]:
+    renormalized = config.flag("norm_topk_prob", True)
+    numbers = mixture_from_config(config, size_key="moe_intermediate_size", renormalized=renormalized)
+    gating = sigmoid_gating(config, numbers, default=(1, 1), scale=1.0)
+    if config.in_use("moe_latent_size"):
+        raise config.unsupported("experts that read a projection of hidden states (`moe_latent_size`)")
+    activation = config.activation("mlp_hidden_act", default="relu2")
+    size, inner = numbers.hidden_size, numbers.intermediate_size
+    shared = config.size("moe_shared_expert_intermediate_size", default=7688)
+
+    def block(name: str) -> MoESpec:
+        experts = (f"{name}.experts.{index}" for index in range(numbers.num_experts))
+        return MoESpec(
+            router=linear(size, (f"{name}.gate", numbers.num_experts)),
+            experts=tuple(
+                plain_mlp(
+                    linear(size, (f"{expert}.up_proj", inner)), linear(inner, (f"{expert}.down_proj", size)), activation
+                )
+                for expert in experts
+            ),
+            top_k=numbers.top_k,
+            renormalized=renormalized,
+            shared=SharedExpertSpec(mlp=_mlp(config, f"{name}.shared_experts", shared)),
+            gating=gating(name),
+        )
+
+    return block
+
+
+FAMILY = Family(read_config)
