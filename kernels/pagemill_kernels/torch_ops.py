@@ -97,7 +97,7 @@ def channel_delta_rule(
     log: Tensor,
     plan: recurrent.NativeStates,
 ) -> Tensor:
-    of_step = (from_torch(each.float()) for each in (x, rates, steps, gates))
+    of_step = from_torch(x.float()), from_torch(rates.float()), from_torch(steps.float()), from_torch(gates.float())
     of_heads = from_torch(heads.decays), from_torch(heads.biases), from_torch(heads.norm.float())
     kept = from_torch(states), from_torch(log)
     return to_torch(recurrent.channel_delta_rule(*of_step, *of_heads, heads.eps, heads.rate_scale, *kept, plan))

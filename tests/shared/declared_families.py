@@ -38,7 +38,7 @@ _TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
 KINDS = {name: kind for name, kind in family_checkpoints.KINDS.items() if not kind.alibi}
 """Without Baichuan's 13B, which is known by its size."""
 NAMES = [*_TRANSFORMERS, *KINDS]
-RECURRENT = hybrid_models.MODELS | hybrid_models.SHORT
+RECURRENT = hybrid_models.MODELS | hybrid_models.SHORT | hybrid_models.STATE_SPACES | hybrid_models.OTHERS
 """Models with states, which are not divided among ranks."""
 
 

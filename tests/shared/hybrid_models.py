@@ -119,13 +119,15 @@ LFM2_MOE = {
     "moe_intermediate_size": 40,
     "num_experts": 5,
     "num_experts_per_tok": 2,
+    "tie_word_embeddings": False,
 }
 LFM3 = {
     **{key: LFM2[key] for key in LFM2 if key not in ("block_multiple_of", "full_attn_idxs")},
     **SPECIAL,
     "num_hidden_layers": 6,
-    "head_dim": 24,
+    "head_dim": 32,
     "sliding_window": 20,
+    "tie_word_embeddings": False,
 }
 OLMO = {
     "hidden_size": 64,
@@ -145,7 +147,7 @@ NEMOTRON = {
     "hidden_size": 64,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 24,
+    "head_dim": 32,
     "intermediate_size": 96,
     "max_position_embeddings": 256,
     "layers_block_type": ["mamba", "attention", "mlp", "moe", "mamba", "attention"],
@@ -173,14 +175,14 @@ KIMI = {
     "num_experts_per_tok": 2,
     "n_group": 2,
     "topk_group": 1,
-    "kv_lora_rank": 24,
+    "kv_lora_rank": 40,
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8,
     "v_head_dim": 12,
     "linear_head_dim": 12,
     "linear_num_heads": 3,
     "linear_conv_kernel_dim": 3,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
     **SPECIAL,
 }
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -212,6 +214,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_bias": True,
         },
     ),
+    "qwen3.5 with attention alone": ("Qwen3_5ForCausalLM", {**QWEN, "layer_types": ["full_attention"] * 4}),
     "qwen3.5 with heads of 256": (
         "Qwen3_5ForCausalLM",
         {**QWEN, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 256, "linear_num_value_heads": 2},
@@ -262,6 +265,84 @@ VARIANTS |= {
 }
 
 
+VARIANTS |= {
+    "lfm2-moe without a bias of choices, biases, one dense layer more": (
+        "Lfm2MoeForCausalLM",
+        {
+            **LFM2_MOE,
+            "use_expert_bias": False,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.7,
+            "conv_bias": True,
+            "conv_L_cache": 4,
+            "num_dense_layers": 2,
+        },
+    ),
+    "lfm3 without gates and norms behind blocks, heads of 24, other bases": (
+        "Lfm3ForCausalLM",
+        {
+            **LFM3,
+            "head_dim": 24,
+            "use_attention_gate": False,
+            "use_sandwich_norm": False,
+            "attention_bias": True,
+            "conv_L_cache": 3,
+            "layer_types": ["sliding_attention", "conv", "full_attention", "conv", "sliding_attention", "conv"],
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+                "full_attention": {"rope_type": "default", "rope_theta": 20_000.0},
+            },
+        },
+    ),
+    "olmo-hybrid without a rotation, rates up to one, one key head, biases": (
+        "OlmoHybridForCausalLM",
+        {
+            **OLMO,
+            "rope_parameters": {"rope_theta": None, "rope_type": "default"},
+            "linear_allow_neg_eigval": False,
+            "linear_num_key_heads": 1,
+            "linear_num_value_heads": 3,
+            "linear_conv_kernel_dim": 2,
+            "attention_bias": True,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"],
+        },
+    ),
+    "nemotron-h with biases, groups of experts, heads of 24, limits of steps": (
+        "NemotronHForCausalLM",
+        {
+            **NEMOTRON,
+            "head_dim": 24,
+            "n_group": 3,
+            "topk_group": 2,
+            "use_bias": True,
+            "mlp_bias": False,
+            "attention_bias": True,
+            "use_conv_bias": False,
+            "conv_kernel": 4,
+            "norm_topk_prob": False,
+            "time_step_min": 0.3,
+            "layers_block_type": ["attention", "moe", "mamba", "mamba", "moe", "mlp"],
+        },
+    ),
+    "kimi-linear with compressed queries, two shared experts, dense layers": (
+        "KimiLinearForCausalLM",
+        {
+            **KIMI,
+            "q_lora_rank": 20,
+            "n_shared_experts": 2,
+            "moe_renormalize": False,
+            "linear_num_heads": 2,
+            "linear_head_dim": 20,
+            "linear_conv_kernel_dim": 4,
+            "layer_types": None,
+            "num_hidden_layers": 5,
+            "kv_lora_rank": 72,
+            "mlp_layer_types": ["dense", "sparse", "dense", "sparse", "sparse"],
+        },
+    ),
+}
+
+
 def write_hybrid(name: str, overrides: dict[str, Any], folder: Path) -> Any:
     """Write a model whose states remember many tokens."""
     model = write_model(name, overrides, folder)
@@ -269,6 +350,9 @@ def write_hybrid(name: str, overrides: dict[str, Any], folder: Path) -> Any:
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.endswith("A_log"):
                 parameter.normal_(-3, 1)
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("expert_bias"):
+                buffer.normal_(0, 0.2)
     model.save_pretrained(folder)
     if name == "OlmoHybridForCausalLM":
         _divide_convolutions(folder, model.config)
@@ -286,7 +370,7 @@ def _divide_convolutions(folder: Path, config: Any) -> None:
     tensors = load_file(path)
     for prefix in {name.removesuffix(names[0]) for name in tensors if name.endswith(names[0])}:
         whole = torch.cat([tensors[prefix + name] for name in names])
-        for name, part in zip(names, whole.split([of_keys, of_keys, of_values]), strict=True):
+        for name, part in zip(names, torch.split(whole, [of_keys, of_keys, of_values]), strict=True):
             tensors[prefix + name] = part.contiguous()
     save_file(tensors, path, {"format": "pt"})
 

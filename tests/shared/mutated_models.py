@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from family_models import BLOOM, FALCON, GEMMA2, GEMMA3, GPT2, GPTJ, GRANITE, LLAMA, MPT, NEOX, OPT
-from hybrid_models import LFM2, STATE_SPACES
+from hybrid_models import LFM2, OTHERS, STATE_SPACES
 from hybrid_models import QWEN as HYBRID
 
 from pagemill_models.declaration.known import BUILT_IN
@@ -55,6 +55,11 @@ _OWN: dict[str, dict[str, Any]] = {
     "falcon_h1": {**STATE_SPACES["falcon-h1"][1], "num_hidden_layers": 3},
     "granitemoehybrid": STATE_SPACES["granitemoehybrid"][1],
     "lfm2": LFM2,
+    "lfm2_moe": OTHERS["lfm2-moe"][1],
+    "lfm3": OTHERS["lfm3"][1],
+    "olmo_hybrid": OTHERS["olmo-hybrid"][1],
+    "nemotron_h": OTHERS["nemotron-h"][1],
+    "kimi_linear": {**OTHERS["kimi-linear"][1], "num_experts": 6, "num_experts_per_token": 2},
     "qwen3_5": HYBRID,
     **dict.fromkeys(("qwen3_5_moe", "qwen3_next"), HYBRID | _MOE),
     **dict.fromkeys(

@@ -57,6 +57,10 @@ def _decode(query: Tensor, cache: Tensor, group: DecodeGroup, scale: float, extr
     keys, values = _gather(cache, group.blocks, query.dtype)
     num_requests, num_heads, head_dim = query.shape
     num_kv_heads = len(keys) // num_requests
+    # Memory that held states may have bits that are no numbers, which a weight of zero would not remove.
+    requests, places = group.unwritten
+    for each in (keys,) if keys is values else (keys, values):
+        each.view(num_requests, num_kv_heads, -1, head_dim)[requests, :, places] = 0
     bias = group.bias.repeat_interleave(num_kv_heads, 0)
     grouped = query.reshape(num_requests * num_kv_heads, num_heads // num_kv_heads, head_dim)
     soft_cap, alibi_slopes, sinks = extras

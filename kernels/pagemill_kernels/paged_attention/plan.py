@@ -35,6 +35,8 @@ class DecodeGroup:
     """[requests, padded length]: positions of the gathered tokens."""
     seq_lens: NDArray[np.int64]
     """[requests]."""
+    unwritten: tuple[Tensor, Tensor]
+    """Requests and gathered places behind their last tokens, in blocks that they have."""
 
     def distances(self) -> Tensor:
         """Return the positions relative to each request's last token, float32 [requests, padded length], at most
@@ -129,6 +131,7 @@ def _decode_group(
     if sliding_window is not None:
         visible &= positions >= lengths - sliding_window
     visible &= positions >= batch.first_key
+    unwritten = np.nonzero((positions >= lengths) & inside.repeat(block_size, axis=1))
     bias = torch.zeros(visible.shape, dtype=dtype).masked_fill_(torch.from_numpy(~visible), float("-inf"))
     return DecodeGroup(
         rows=_as_slice(batch.query_start_loc[requests]),
@@ -137,6 +140,7 @@ def _decode_group(
         bias=bias[:, None, :],
         positions=positions,
         seq_lens=batch.seq_lens[requests],
+        unwritten=(torch.from_numpy(unwritten[0]), torch.from_numpy(unwritten[1])),
     )
 
 

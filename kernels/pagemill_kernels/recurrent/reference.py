@@ -177,8 +177,7 @@ def _pairs(a: Tensor, keys: Tensor, decays: Tensor) -> Tensor:
         return a @ keys.transpose(-1, -2) * (sums[..., None] - sums[..., None, :]).masked_fill(above, -torch.inf).exp()
     # One key at a time: all pairs at once would take the memory of the block's size times that of the keys.
     columns = [
-        (a * keys[:, :, i : i + 1] * (decays - decays[:, :, i : i + 1]).clamp(max=0).exp()).sum(-1)
-        for i in range(size)
+        (a * keys[:, :, i : i + 1] * (decays - decays[:, :, i : i + 1]).clamp(max=0).exp()).sum(-1) for i in range(size)
     ]
     return torch.stack(columns, -1).tril()
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 from adapter_engine import NUM_TOKENS, Engine
-from hybrid_models import MODELS, SHORT, write_hybrid
+from hybrid_models import MODELS, OTHERS, SHORT, STATE_SPACES, write_hybrid
 from peft_adapters import ATTENTION, Adapted, Base, write_adapter
 
 from pagemill_engine.scheduler.admission import Admission
 
-HYBRIDS = MODELS | SHORT
+HYBRIDS = MODELS | SHORT | STATE_SPACES | OTHERS
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5": (
         "qwen3.5",
@@ -24,6 +24,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3-next": ("qwen3-next", {"target_modules": ["in_proj_qkvz", "in_proj_ba", "out_proj", *ATTENTION]}),
     "qwen3-next, all-linear": ("qwen3-next", {"target_modules": "all-linear"}),
+    "bamba": ("bamba", {"target_modules": "all-linear"}),
+    "falcon-h1": ("falcon-h1", {"target_modules": ["in_proj", "q_proj", "o_proj", "up_proj"]}),
+    "granitemoehybrid": ("granitemoehybrid", {"target_modules": ["in_proj", "out_proj", *ATTENTION]}),
+    "lfm2-moe": ("lfm2-moe", {"target_modules": ["in_proj", "out_proj", "q_proj", "w2"]}),
+    "lfm3": ("lfm3", {"target_modules": ["in_proj", "g_proj", "q_proj", "w1"]}),
+    "olmo-hybrid": ("olmo-hybrid", {"target_modules": "all-linear"}),
+    "nemotron-h": ("nemotron-h", {"target_modules": ["in_proj", "k_proj", "up_proj", "down_proj"]}),
+    "kimi-linear": (
+        "kimi-linear",
+        {"target_modules": [*ATTENTION, "b_proj", "f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj", "kv_b_proj"]},
+    ),
     "lfm2": ("lfm2", {"target_modules": ["in_proj", "out_proj", "w2", "q_proj"]}),
 }
 PROMPTS = [[(7 * index + 11 * position * position) % 90 for position in range(20 + index)] for index in range(6)]
@@ -42,7 +53,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return base
 
 
-@pytest.mark.sample("qwen3-next")
+@pytest.mark.sample("qwen3-next", "kimi-linear")
 @pytest.mark.parametrize("case", CASES)
 def test_greedy_answers_on_hybrids_equal_pefts(case: str, bases: Any, tmp_path: Path) -> None:
     base, settings = bases(CASES[case][0]), CASES[case][1]

@@ -6,17 +6,19 @@ that was not written is not a number, so nothing may read it. Planted faults mus
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import pytest
+import torch
 from hybrid_models import (
     EXPERTS,
     LFM2,
     MODELS,
+    OTHERS,
     QWEN,
     SHORT,
     STATE_SPACES,
@@ -28,19 +30,33 @@ from hybrid_models import (
 from safetensors.numpy import load_file, save_file
 
 from pagemill_engine.config import EngineConfig
+from pagemill_engine.decoders.on_torch.blocks import Attention
+from pagemill_engine.decoders.on_torch.experts import MoE
+from pagemill_engine.decoders.on_torch.recurrent_blocks import ChannelDeltaRule, DeltaRule
 from pagemill_engine.decoders.step_model import StateArrays
 from pagemill_engine.executing.inputs import StateRows
 from pagemill_engine.loop.core import EngineCore
+from pagemill_engine.sizing.sizing import weights_of
 from pagemill_engine.weights.errors import LoadError
+from pagemill_kernels.experts.parts import Gate
 from pagemill_kernels.recurrent.batch import StateBatch
+from pagemill_models.declaration.declaration import DecoderSpec
 from pagemill_models.declaration.errors import UnsupportedModelArchitecture
+from pagemill_models.spec.model_files import load_model_spec
 from pagemill_models.spec.spec_from_config import check_config
+from pagemill_models.spec.stored_names import declared_names
 from pagemill_protocol.request.generate import ChoiceResume, GenerateRequest
 from pagemill_protocol.request.sampling import SamplingParams
 from pagemill_protocol.source_errors import UnreadableModelError
 
 NUM_TOKENS = 24
+HYBRIDS = MODELS | VARIANTS | SHORT | STATE_SPACES | OTHERS
+FAMILIES = [*MODELS, *SHORT, *STATE_SPACES, *OTHERS]
+"""At least one shape of each family."""
 BAMBA = STATE_SPACES["bamba"][1]
+LFM2_MOE, LFM3, OLMO, NEMOTRON, KIMI = (OTHERS[name][1] for name in OTHERS)
+PATTERN = {key: value for key, value in NEMOTRON.items() if key != "layers_block_type"}
+KIMI_LISTS = {**KIMI, "layer_types": None, "num_experts": 6, "num_experts_per_token": 2}
 BLOCK = 16
 
 
@@ -51,7 +67,7 @@ class Hybrid(NamedTuple):
     driver: Any
 
     def check(self, prompts: list[list[int]], **settings: Any) -> list[Any]:
-        results = self.driver.greedy(prompts, NUM_TOKENS, **settings)
+        results: list[Any] = self.driver.greedy(prompts, NUM_TOKENS, **settings)
         for prompt, result in zip(prompts, results, strict=True):
             check_greedy(self.reference, prompt, result.token_ids)
         return results
@@ -78,7 +94,7 @@ def load(
     def get(name: str) -> Hybrid:
         if name not in made:
             folder = tmp_path_factory.mktemp("hybrid")
-            reference = write_hybrid(*(MODELS | VARIANTS | SHORT | STATE_SPACES)[name], folder)
+            reference = write_hybrid(*HYBRIDS[name], folder)
             runner = runner_loader(folder)
             spoil(runner)
             made[name] = Hybrid(folder, reference, runner, make_driver(runner))
@@ -95,8 +111,13 @@ def test_answers_equal_transformers(name: str, load: Load) -> None:
     hybrid.check(prompts, max_num_batched_tokens=13, enable_prefix_caching=False)
 
 
+def sample(*names: str) -> list[Any]:
+    """Return all families, of which `make test` has these."""
+    return [name if name in names else pytest.param(name, marks=pytest.mark.full) for name in FAMILIES]
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("settings", [{"waves": True}, {"max_num_batched_tokens": 1}, {"overlap": True}], ids=str)
 def test_any_way_to_compute_equals_transformers(name: str, settings: dict[str, Any], load: Load) -> None:
     load(name).check(prompts_of(), **settings)
@@ -117,8 +138,8 @@ def test_short_convolutions_equal_transformers(name: str, load: Load) -> None:
     hybrid.check(prompts, max_num_batched_tokens=7, enable_prefix_caching=False)
 
 
-@pytest.mark.parametrize("name", STATE_SPACES)
-def test_state_spaces_equal_transformers(name: str, load: Load) -> None:
+@pytest.mark.parametrize("name", [*STATE_SPACES, *OTHERS])
+def test_state_spaces_and_further_families_equal_transformers(name: str, load: Load) -> None:
     hybrid = load(name)
     prompts = prompts_of((1, 2, 15, 33, 90))
     hybrid.check(prompts, max_num_batched_tokens=40)
@@ -126,7 +147,7 @@ def test_state_spaces_equal_transformers(name: str, load: Load) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", [*MODELS, *SHORT, *STATE_SPACES])
+@pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("backend", ["reference", "cpu", "cpu_native"])
 def test_every_backend_equals_transformers(
     name: str, backend: str, load: Load, runner_loader: Callable[..., Any], make_driver: Callable[[Any], Any]
@@ -202,9 +223,10 @@ def test_equal_prompts_that_arrive_at_once_are_computed_once(load: Load) -> None
     assert sum(200 - each.num_cached for each in found.values()) <= 1.1 * 200 + tails
 
 
+@pytest.mark.parametrize("name", sample("qwen3.5-moe"))
 @pytest.mark.parametrize("caching", [True, False])
-def test_preempted_requests_equal_transformers(caching: bool, load: Load) -> None:
-    hybrid = load("qwen3.5-moe")
+def test_preempted_requests_equal_transformers(caching: bool, name: str, load: Load) -> None:
+    hybrid = load(name)
     core = Core(hybrid, enable_prefix_caching=caching)
     prompts = dict(zip("abc", prompts_of((40, 90, 61)), strict=True))
     found: dict[str, list[int]] = {name: [] for name in prompts}
@@ -220,8 +242,9 @@ def test_preempted_requests_equal_transformers(caching: bool, load: Load) -> Non
         check_greedy(hybrid.reference, prompt, found[name])
 
 
-def test_choices_and_continued_answers_equal_transformers(load: Load) -> None:
-    hybrid = load("qwen3.5-moe")
+@pytest.mark.parametrize("name", sample("qwen3.5-moe", "kimi-linear"))
+def test_choices_and_continued_answers_equal_transformers(name: str, load: Load) -> None:
+    hybrid = load(name)
     prompt = prompts_of((75,))[0]
     whole = Core(hybrid).serve(ask("whole", prompt, sampling={"n": 3}))
     assert len(whole) == 3
@@ -266,6 +289,46 @@ def test_planted_faults_are_detected(fault: str, load: Load, monkeypatch: pytest
         monkeypatch.setattr(StateRows, "gather", gathered)
     with pytest.raises(AssertionError):
         hybrid.check(prompts, waves=True, max_num_batched_tokens=25)
+
+
+PARTS = {
+    "gates of another head": "lfm3",
+    "another activation of experts": "nemotron-h",
+    "rates up to one": "olmo-hybrid",
+    "kernels of queries and keys exchanged": "kimi-linear",
+    "another bias of choices": "lfm2-moe",
+}
+"""The fault, and the model with the part."""
+
+
+def blocks_of(hybrid: Hybrid, *kinds: type) -> list[Any]:
+    blocks = (block for layer in hybrid.runner.model.model.layers for block in layer.blocks())
+    return [block for block in blocks if isinstance(block, kinds)]
+
+
+@pytest.mark.sample("gates of another head", "kernels *")
+@pytest.mark.parametrize("fault", PARTS)
+def test_faults_planted_in_parts_are_detected(fault: str, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    hybrid = load(PARTS[fault])
+    attentions, mixtures = blocks_of(hybrid, Attention), blocks_of(hybrid, MoE)
+    rules = blocks_of(hybrid, DeltaRule, ChannelDeltaRule)
+    if fault == "gates of another head":
+        gates = attentions[0].head_gates
+        monkeypatch.setattr(attentions[0], "head_gates", lambda x, context: gates(x, context).roll(1, -1))
+    elif fault == "another activation of experts":
+        monkeypatch.setattr(mixtures[0].experts.packed, "native", None)
+        monkeypatch.setattr(mixtures[0].experts, "packed", mixtures[0].experts.packed._plain)
+        monkeypatch.setattr(mixtures[0].experts.packed, "_gate", Gate("relu", None, False))
+    elif fault == "rates up to one":
+        monkeypatch.setattr(rules[0], "spec", msgspec.structs.replace(rules[0].spec, rate_scale=1.0))
+    elif fault == "kernels of queries and keys exchanged":
+        size = rules[0].spec.num_value_heads * rules[0].spec.key_dim
+        queries, keys, values = torch.split(rules[0].taps.values, size, 1)
+        monkeypatch.setattr(rules[0].taps, "values", torch.cat([keys, queries, values], 1).contiguous())
+    else:
+        monkeypatch.setattr(mixtures[0].choice_bias, "values", -mixtures[0].choice_bias.values)
+    with pytest.raises(AssertionError):
+        hybrid.check(prompts_of((17, 40)))
 
 
 def test_the_bytes_of_the_plan_are_those_of_the_arrays(load: Load) -> None:
@@ -331,6 +394,33 @@ def test_what_is_not_supported_with_states_is_refused_by_name(
         ({**BAMBA, "attn_layer_indices": [4]}, r"`attn_layer_indices` is '\[4\]'; it must be numbers of the 4 layers"),
         ({**BAMBA, "mamba_n_heads": 7}, "`mamba_n_heads` is '7'; it must be a divisor of the 96"),
         ({**BAMBA, "mamba_n_groups": 3}, "`mamba_n_groups` is '3'; it must be a divisor of the 8"),
+        ({**LFM2_MOE, "layer_types": None}, "`layer_types` is missing; it must be a list of 4 names"),
+        ({**LFM2_MOE, "layer_types": ["conv"] * 3}, "`layer_types` is .*; it must be a list of 4 names"),
+        ({**LFM2_MOE, "num_experts_per_tok": 9}, "`num_experts_per_tok` is '9'; it must be at most the 5 experts"),
+        ({**LFM3, "layer_types": ["conv"] * 6}, "no attention layer"),
+        ({**LFM3, "layer_types": ["conv"] * 5 + ["mamba"]}, "layers of the type `mamba`"),
+        ({**OLMO, "layer_types": ["linear_attention"] * 4}, "no attention layer"),
+        ({**OLMO, "linear_num_value_heads": 3}, "`linear_num_value_heads` is '3'; it must be a multiple of the 2"),
+        ({**OLMO, "hidden_act": "gelu"}, "the activation `gelu` beside a gated delta rule"),
+        ({**NEMOTRON, "num_hidden_layers": 7}, "`layers_block_type` is .*; it must be a list of 7 names"),
+        (
+            {**PATTERN, "hybrid_override_pattern": "M*-E", "num_hidden_layers": 5},
+            r"`hybrid_override_pattern` is 'M\*-E'; it must be 5 letters, one for each layer",
+        ),
+        ({**PATTERN, "hybrid_override_pattern": "M*X"}, "layers of the type `X` .`hybrid_override_pattern`"),
+        ({**PATTERN, "hybrid_override_pattern": None}, "`layers_block_type` is missing"),
+        ({**PATTERN, "hybrid_override_pattern": "MM-"}, "no attention layer"),
+        ({**NEMOTRON, "n_groups": 4}, "`n_groups` is '4'; it must be a divisor of the 6 mamba_num_heads"),
+        ({**NEMOTRON, "moe_latent_size": 16}, "experts that read a projection of hidden states .`moe_latent_size`"),
+        (
+            {**KIMI_LISTS, "linear_attn_config": {"full_attn_layers": [2], "kda_layers": [1, 3]}},
+            "`linear_attn_config.kda_layers` is .* with full_attn_layers the numbers from 1 to 4; 4 is missing",
+        ),
+        (
+            {**KIMI_LISTS, "linear_attn_config": {"full_attn_layers": [2, 5], "kda_layers": [1, 3, 4]}},
+            "`linear_attn_config.full_attn_layers` is .*; it must be numbers from 1 to 4, each in one of",
+        ),
+        ({**KIMI_LISTS, "mlp_layer_types": ["dense"] * 3}, "`mlp_layer_types` is .*; it must be a list of 4 names"),
         ({**BAMBA, "time_step_limit": [0.1]}, "`time_step_limit` .* a list of 2 numbers"),
     ],
     ids=str,
@@ -344,9 +434,18 @@ def test_settings_that_contradict_each_other_are_refused_by_the_header(
 
 
 def _config(changes: dict[str, Any]) -> str:
-    names = {"full_attn_idxs": "Lfm2ForCausalLM", "attn_layer_indices": "BambaForCausalLM"}
+    names = {
+        "num_dense_layers": "Lfm2MoeForCausalLM",
+        "sliding_window": "Lfm3ForCausalLM",
+        "kv_lora_rank": "KimiLinearForCausalLM",
+        "ssm_state_size": "NemotronHForCausalLM",
+        "full_attn_idxs": "Lfm2ForCausalLM",
+        "attn_layer_indices": "BambaForCausalLM",
+        "linear_num_key_heads": "OlmoHybridForCausalLM",
+    }
     name = next((names[key] for key in names if key in changes), "Qwen3_5ForCausalLM")
-    values = {**QWEN, "vocab_size": 50, "architectures": [name], **changes}
+    own = QWEN if name == "Qwen3_5ForCausalLM" else {}
+    values = {**own, "vocab_size": 50, "architectures": [name], **changes}
     return msgspec.json.encode(values).decode()
 
 
@@ -368,11 +467,68 @@ def test_experts_that_are_stored_together_are_those_stored_one_by_one(
     hybrid._replace(driver=make_driver(runner_loader(tmp_path))).check(prompts_of((17, 40)))
 
 
-def test_missing_tensors_are_named(load: Load, tmp_path: Path, runner_loader: Callable[..., Any]) -> None:
-    folder = load("qwen3.5-moe").folder
+@pytest.mark.parametrize("name", sample("falcon-h1", "kimi-linear"))
+@pytest.mark.parametrize("mode", ["int8", pytest.param("int4", marks=pytest.mark.full)])
+def test_quantized_answers_are_those_of_the_rounded_weights(
+    name: str,
+    mode: Any,
+    load: Load,
+    tmp_path: Path,
+    runner_loader: Callable[..., Any],
+    make_driver: Callable[[Any], Any],
+) -> None:
+    """Matrices are rounded, and what gives the rates of states is not; states stay float32."""
+    hybrid = load(name)
+    spec = load_model_spec(hybrid.folder)
+    rounded = weights_of(EngineConfig(model="m", quantization=mode), hybrid.folder, spec, False)
+    tensors = load_file(hybrid.folder / "model.safetensors")
+    changed = 0
+    for declared, stored in declared_names(tensors, spec.decoder).items():
+        before = tensors[stored].copy()
+        for part, out in _parts_of(declared, tensors[stored], spec.decoder):
+            rounded.read_into(part, out)
+        changed += not np.array_equal(before, tensors[stored])
+    assert changed >= 2
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_bytes((hybrid.folder / "config.json").read_bytes())
+    reference = type(hybrid.reference).from_pretrained(tmp_path, attn_implementation="eager").eval()
+    runner = runner_loader(hybrid.folder, quantization=mode)
+    own = hybrid._replace(reference=reference, runner=runner, driver=make_driver(runner))
+    own.check(prompts_of((17, 40)), max_num_batched_tokens=25)
+
+
+def _parts_of(name: str, tensor: Any, decoder: DecoderSpec) -> Iterator[tuple[str, Any]]:
+    """Yield the names of the declared tensors in a stored one, with their places."""
+    suffix = next((each for each in decoder.stacked if name.endswith(each)), None)
+    if suffix is None:
+        yield name, tensor
+        return
+    parts = decoder.stacked[suffix]
+    for expert, whole in enumerate(tensor):
+        for part, rows in zip(parts, np.split(whole, len(parts)), strict=True):
+            yield name.removesuffix(suffix) + part.replace("*", str(expert)), rows
+
+
+MISSING = {
+    "qwen3.5-moe": ("model.layers.1.linear_attn.A_log", "model.layers.1.linear_attn.conv1d.weight"),
+    "olmo-hybrid": ("model.layers.1.linear_attn.A_log", "model.layers.1.linear_attn.k_conv1d.weight"),
+    "nemotron-h": ("model.layers.0.mixer.A_log", "model.layers.0.mixer.conv1d.weight"),
+    "kimi-linear": ("model.layers.0.self_attn.forget_gate.A_log", "model.layers.0.self_attn.q_conv1d.weight"),
+    "lfm3": ("model.layers.0.conv.conv.weight", "model.layers.2.self_attn.g_proj.weight"),
+}
+"""Names as transformers' modules have them."""
+
+
+@pytest.mark.sample("qwen*", "kimi*")
+@pytest.mark.parametrize("name", MISSING)
+def test_missing_tensors_are_named(name: str, load: Load, tmp_path: Path, runner_loader: Callable[..., Any]) -> None:
+    folder, first, second = load(name).folder, *MISSING[name]
+    bare = [each.partition(".layers.")[2] for each in (first, second)]
+    ends = tuple(each.replace("forget_gate.", "").replace("g_proj", "gate_proj") for each in bare)
     tensors = load_file(folder / "model.safetensors")
-    gone = [f"model.layers.1.linear_attn.{name}" for name in ("A_log", "conv1d.weight")]
-    save_file({name: each for name, each in tensors.items() if name not in gone}, tmp_path / "model.safetensors")
+    kept = {stored: each for stored, each in tensors.items() if not stored.endswith(ends)}
+    assert len(kept) == len(tensors) - 2
+    save_file(kept, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
-    with pytest.raises(LoadError, match=r"missing: `model.layers.1.linear_attn.A_log`, .*conv1d.weight`"):
+    with pytest.raises(LoadError, match=rf"missing: `{first}`, .*`{second}`"):
         runner_loader(tmp_path)

@@ -124,4 +124,8 @@ def _is_plain_attention(block: object) -> bool:
 def _is_plain_mlp(block: object) -> bool:
     if isinstance(block, MLPSpec):
         return block.layer_input is None
-    return isinstance(block, MoESpec) and block.experts[0].gated and {block.shared, block.gating, block.norm, block.router_norm} == {None}
+    return (
+        isinstance(block, MoESpec)
+        and block.experts[0].gated
+        and {block.shared, block.gating, block.norm, block.router_norm} == {None}
+    )

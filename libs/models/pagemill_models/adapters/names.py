@@ -15,7 +15,7 @@ _LOW = re.compile(
     r"(?P<module>.+?)\.lora_(?P<embedding>embedding_)?(?P<side>[AB])(?:\.(?!weight$|bias$)[^.]+)?(?P<end>\.weight)?"
 )
 _COPY = re.compile(r"(?P<module>.+?)(?:\.base_layer|\.modules_to_save(?:\.[^.]+)?|\.original_module)?\.weight")
-_WRAPPERS = ("base_model", "model", "language_model", "text_model", "transformer", "module", "_orig_mod")
+_WRAPPERS = ("base_model", "model", "backbone", "language_model", "text_model", "transformer", "module", "_orig_mod")
 """First parts of names that classes around a decoder add, and others leave out."""
 
 

@@ -20,11 +20,10 @@ from pagemill_models.families.moe import mixture_from_config, with_shared_expert
 DENSE, SPARSE = "dense", "sparse"
 PARTS = ("w1", "w3", "w2")
 """Names of an expert's gate, up and down projection."""
+_OF_DECAY = ("f_a_proj.", "f_b_proj.", "dt_bias", "A_log")
 RENAMED = {
     ".block_sparse_moe.": ".mlp.",
-    **{
-        f".self_attn.{part}": f".self_attn.forget_gate.{part}" for part in ("f_a_proj.", "f_b_proj.", "dt_bias", "A_log")
-    },
+    **{f".self_attn.{part}": f".self_attn.forget_gate.{part}" for part in _OF_DECAY},
 }
 STACKED = {
     ".experts.gate_up_proj": (".experts.*.w1.weight", ".experts.*.w3.weight"),
@@ -68,7 +67,7 @@ def _kinds(config: ConfigValues, num_layers: int) -> list[str]:
     settings = config.object("linear_attn_config")
     if not settings.keys() >= LISTS.keys():
         return [FULL if index and index % 4 == 0 else RECURRENT for index in range(num_layers)]
-    kinds = {}
+    kinds: dict[int, str] = {}
     for key, kind in LISTS.items():
         for number in settings[key] if isinstance(settings[key], list) else [None]:
             if type(number) is not int or not 1 <= number <= num_layers or kinds.get(number, kind) != kind:

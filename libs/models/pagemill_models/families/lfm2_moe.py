@@ -30,9 +30,7 @@ def read_config(config: ConfigValues) -> DecoderSpec:
         if index < num_dense:
             return gated_mlp(name, experts.hidden_size, inner, "silu", PARTS)
         bias = f"{name}.expert_bias" if biased else None
-        return replace(
-            mixture(experts, name, PARTS), gating=GatingSpec(scores="sigmoid", bias=bias, scale=scale)
-        )
+        return replace(mixture(experts, name, PARTS), gating=GatingSpec(scores="sigmoid", bias=bias, scale=scale))
 
     return replace(hybrid(config, kinds, forward), stacked=STACKED)
 

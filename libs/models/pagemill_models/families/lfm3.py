@@ -7,6 +7,7 @@ from pagemill_models.declaration.changes import replace
 from pagemill_models.declaration.config_values import ConfigValues
 from pagemill_models.declaration.declaration import (
     AttentionSpec,
+    BlockSpec,
     BranchSpec,
     DecoderSpec,
     LayerSpec,
@@ -56,13 +57,12 @@ def read_config(config: ConfigValues) -> DecoderSpec:
 
         mixer = next(plain.blocks())
         assert isinstance(mixer, AttentionSpec)
-        if kind == CONVOLUTION:
-            block = convolution(config, f"{name}.conv", size)
-        else:
-            gates = linear(size, (f"{name}.self_attn.g_proj", mixer.num_heads)) if gated else None
-            block = replace(
-                mixer, rope=ropes[kind], window=window if kind == WINDOWED else None, head_gates=gates
-            )
+        gates = linear(size, (f"{name}.self_attn.g_proj", mixer.num_heads)) if gated else None
+        block: BlockSpec = (
+            convolution(config, f"{name}.conv", size)
+            if kind == CONVOLUTION
+            else replace(mixer, rope=ropes[kind], window=window if kind == WINDOWED else None, head_gates=gates)
+        )
         forward = gated_mlp(f"{name}.feed_forward", size, numbers.intermediate_size, "silu", PARTS)
         branches = (
             BranchSpec(block=each, norm=norm(which), output_norm=norm(f"post_{which}") if normed else None)

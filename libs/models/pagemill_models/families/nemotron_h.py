@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from pagemill_models.declaration.changes import replace
 from pagemill_models.declaration.config_values import ConfigValues
 from pagemill_models.declaration.declaration import (
     AttentionSpec,
@@ -30,7 +29,7 @@ MLP, EXPERTS = "mlp", "moe"
 PATTERN = {"M": RECURRENT, "E": EXPERTS, "*": FULL, "-": MLP}
 """The letters of `hybrid_override_pattern`."""
 RENAMED = {"backbone.": "model."}
-STACKED = {
+STACKED: dict[str, tuple[str, ...]] = {
     ".experts.up_proj": (".experts.*.up_proj.weight",),
     ".experts.down_proj": (".experts.*.down_proj.weight",),
 }
@@ -111,22 +110,23 @@ def _state_space(config: ConfigValues, name: str, eps: float) -> BlockSpec:
         bias=config.flag("use_conv_bias", config.flag("mamba_conv_bias", True)),
         biased=config.flag("use_bias", False),
         eps=eps,
-        step_limits=config.numbers("time_step_limit", (0.0, math.inf)),
+        # The bound of transformers' class for sequences of several tokens, whatever `time_step_limit` is.
+        step_limits=(config.number("time_step_min", "time_step_min", "mamba_dt_min", default=0.001), math.inf),
     )
 
 
 def _attention(config: ConfigValues, name: str) -> AttentionSpec:
+    # transformers' class does not read `attention_bias`.
     size, num_heads = config.size("hidden_size"), config.size("num_heads", "num_attention_heads", default=32)
     num_kv_heads = config.size("num_kv_heads", "num_key_value_heads", default=num_heads)
     head_dim = config.size("head_dim", "head_dim", "attention_head_dim", default=128)
-    biased = config.flag("attention_bias", False)
     rows = {"q": num_heads * head_dim, "k": num_kv_heads * head_dim, "v": num_kv_heads * head_dim}
     return AttentionSpec(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        qkv=linear(size, *((f"{name}.{part}_proj", count) for part, count in rows.items()), bias=biased),
-        output=linear(rows["q"], (f"{name}.o_proj", size), bias=biased),
+        qkv=linear(size, *((f"{name}.{part}_proj", count) for part, count in rows.items())),
+        output=linear(rows["q"], (f"{name}.o_proj", size)),
         scale=head_dim**-0.5,
     )
 
