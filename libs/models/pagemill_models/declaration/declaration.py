@@ -24,10 +24,12 @@ from pagemill_models.declaration.matrices import LinearSpec as LinearSpec
 from pagemill_models.declaration.matrices import MatrixSpec as MatrixSpec
 from pagemill_models.declaration.matrices import NormPart as NormPart
 from pagemill_models.declaration.matrices import NormSpec as NormSpec
+from pagemill_models.declaration.matrices import PositionsSpec as PositionsSpec
 from pagemill_models.declaration.matrices import QueryGrowth as QueryGrowth
 from pagemill_models.declaration.matrices import RopeSpec as RopeSpec
 from pagemill_models.declaration.matrices import RowGroups as RowGroups
 from pagemill_models.declaration.matrices import Shapes as Shapes
+from pagemill_models.declaration.matrices import TokenTypesSpec as TokenTypesSpec
 from pagemill_models.declaration.matrices import merged
 from pagemill_protocol.request.pooling import PoolingMethod
 
@@ -324,21 +326,6 @@ class LayerSpec(msgspec.Struct, frozen=True):
     def shapes(self) -> Shapes:
         factors: Shapes = {each.factor: (1,) for each in self.residuals if each.factor is not None}
         return merged(*self.blocks(), *self.norms()) | factors
-
-
-class PositionsSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A learned vector per position, added to the embedding: row position + offset of `name`.weight."""
-
-    name: str
-    num_rows: int
-    offset: int = 0
-
-
-class TokenTypesSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A learned vector per text of a pair, added to the embedding: row 0 or 1 of `name`.weight."""
-
-    name: str
-    num_rows: int
 
 
 class LayerInputsSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""The basic parts of a declaration: stored matrices and linear layers made of them, norms, rotations, activations.
+"""The basic parts of a declaration: stored matrices, linear layers made of them, norms, rotations, activations, tables.
 
 `declaration` has what is made of them, `caches` the recurrent layers. Matrices are [outputs, inputs]; tensors have the
 names of Hugging Face checkpoints.
@@ -134,6 +134,21 @@ class QueryGrowth(msgspec.Struct, frozen=True):
 
     beta: float
     length: int
+
+
+class PositionsSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A learned vector per position, added to the embedding: row position + offset of `name`.weight."""
+
+    name: str
+    num_rows: int
+    offset: int = 0
+
+
+class TokenTypesSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A learned vector per text of a pair, added to the embedding: row 0 or 1 of `name`.weight."""
+
+    name: str
+    num_rows: int
 
 
 class HasShapes(Protocol):
