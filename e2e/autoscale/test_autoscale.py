@@ -108,7 +108,7 @@ def test_replicas_follow_the_load_to_three_and_to_zero_and_back(
         first_s = time.monotonic() - asked_s
         waking.wait_for(3, timeout_s=STARTED_S)
     waking.report().assert_all_complete(at_least=4)
-    until("an event reports the start", lambda: _was_reported(chat, "from 0 to "), timeout_s=60)
+    until("an event reports the start", lambda: _was_reported(chat, "scaled from 0 to "), timeout_s=60)
     measures.record(
         f"1 to {MOST} replicas under load, to 0 and awake",
         ordered_after_s=ordered_s - began_s,
