@@ -30,6 +30,7 @@ from pagemill_gateway.routes.generate import GenerateRoute
 from pagemill_gateway.routes.health import RUNBOOKS_PATH, VERSION, HealthRoutes
 from pagemill_gateway.routes.models import ModelRoutes
 from pagemill_gateway.routes.multipart import OVERHEAD_BYTES
+from pagemill_gateway.routes.page.files_and_state import page_routes
 from pagemill_gateway.routes.stored import conversations, responses
 from pagemill_gateway.routes.stored.conversations import ConversationRoutes
 from pagemill_gateway.routes.stored.responses import ResponsesRoute, StoredResponseRoutes
@@ -126,6 +127,7 @@ def data_routes(worker: Worker, hot: Mapping[str, ASGIApp]) -> list[Route]:
         Route(OPENAPI_PATH, health.openapi),
         Route(DOCS_PATH, health.docs),
         Route(RUNBOOKS_PATH, health.runbook),
+        *page_routes(worker),
     ]
 
 

@@ -181,7 +181,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """
     Accepted API keys, each with the SHA-256 in hex and, optionally, tenant, models, limits and priority:
     `HASH tenant=NAME models=A,B requests_per_minute=N tokens_per_minute=N concurrency=N tokens_per_day=N
-    tokens_per_month=N priority=high|normal|low`. `tokens_per_minute@A=N` and the like limit one model or adapter.
+    tokens_per_month=N priority=high|normal|low role=admin`. `tokens_per_minute@A=N` and the like limit one model or
+    adapter. A key with `role=admin` may look at the page `/ui`.
     """
     api_keys_file: str | None = None
     """

@@ -13,6 +13,7 @@ from collections.abc import Hashable
 from pathlib import Path
 
 import aiohttp
+import orjson
 
 from pagemill_gateway.brain.brain import LocalBrain
 from pagemill_gateway.brain.resilience.poison_memory import Poison
@@ -24,8 +25,10 @@ from pagemill_gateway.discovery.last_known import keep_catalog, read_served_befo
 from pagemill_gateway.discovery.state_streams import StateStreams
 from pagemill_gateway.limits.sharing import Sharing, open_sharing
 from pagemill_gateway.metrics.control_process import ControlProcessMetrics
-from pagemill_gateway.ports import GatewayStatus, WorkerMeasurements, WorkerPort
+from pagemill_gateway.ports import GatewayStatus, Sample, WorkerMeasurements, WorkerPort
 from pagemill_gateway.stored_responses.store import open_responses
+from pagemill_gateway.ui.fleet import describe_fleet
+from pagemill_gateway.ui.history import History
 from pagemill_kube.credentials import Credentials, from_kubeconfig, in_cluster
 from pagemill_kube.errors import CredentialsError
 from pagemill_protocol.catalog import Catalog
@@ -93,6 +96,8 @@ class ControlProcess:
         self._sending: set[asyncio.Task[None]] = set()
         self.brain.poison_memory.on_remembered = self._share_poison
         self._poison_watch = asyncio.create_task(self._watch_poison())
+        self._history = History(self.brain.reader)
+        self._sampling = asyncio.create_task(self._history.run())
         self._responses = open_responses(config.stored_responses, self.sharing.link)
         trust = EngineTrust(config.engine_tls.ca_file, config.engine_tls.server_name)
         self.session = aiohttp.ClientSession(
@@ -113,6 +118,15 @@ class ControlProcess:
 
     async def status(self) -> GatewayStatus:
         return GatewayStatus(self.ready, self.draining, self.detail, self.started_unix_s)
+
+    async def fleet(self) -> bytes:
+        return orjson.dumps(describe_fleet(self.brain.reader, await self.status()))
+
+    async def samples(self, after: int) -> list[Sample]:
+        return self._history.after(after)
+
+    async def decisions(self, limit: int) -> bytes:
+        return orjson.dumps({"decisions": self.brain.reader.placement.decisions.latest(limit)})
 
     async def scrape(self, accept: str) -> Scrape:
         """Return the metrics of the control process and all workers."""
@@ -202,7 +216,8 @@ class ControlProcess:
         if self._keys_watch is not None:
             await self._keys_watch.close()
         self._poison_watch.cancel()
-        await asyncio.gather(self._poison_watch, *self._sending, return_exceptions=True)
+        self._sampling.cancel()
+        await asyncio.gather(self._poison_watch, self._sampling, *self._sending, return_exceptions=True)
         await self._streams.close()
         await self.session.close()
         await self.sharing.close()

@@ -13,6 +13,15 @@ from pagemill_protocol.metrics import Samples
 from pagemill_servers.keys.caller import Caller
 
 
+class Sample(NamedTuple):
+    """The load of all deployments at one moment."""
+
+    number: int
+    unix_s: float
+    loads: bytes
+    """JSON: the load of each deployment by its key (`ui.history`)."""
+
+
 class GatewayStatus(NamedTuple):
     """The state of the gateway as a whole."""
 
@@ -38,6 +47,18 @@ class ControlProcessPort(Protocol):
     """Calls of workers."""
 
     async def status(self) -> GatewayStatus: ...
+
+    async def fleet(self) -> bytes:
+        """Return the state of all engines and queues as JSON (`ui.fleet`)."""
+        ...
+
+    async def samples(self, after: int) -> list[Sample]:
+        """Return the samples of the last quarter of an hour whose numbers are above `after` (`ui.history`)."""
+        ...
+
+    async def decisions(self, limit: int) -> bytes:
+        """Return the latest routing decisions as JSON, newest first."""
+        ...
 
     async def bundle(self, digest: str) -> bytes:
         """Return the tokenizer bundle with this digest. Raises `PagemillError` 503 if no engine has it."""

@@ -202,6 +202,7 @@ class Session:
         self._screen.status("")
         self._screen.line("")
         self._screen.line(f"OpenAI base URL   {base_url}/v1")
+        self._screen.line(f"Live page         {base_url}/ui")
         self._screen.line(f"Models            {', '.join(dict.fromkeys(names))}")
         if control_url:
             self._screen.line(f"Status, metrics   {control_url}/status  {control_url}/metrics")

@@ -32,7 +32,7 @@ from pagemill_gateway.brain.interface import (
 from pagemill_gateway.ipc import messages
 from pagemill_gateway.ipc.connection import IpcConnection, IpcConnectionLost
 from pagemill_gateway.limits import store
-from pagemill_gateway.ports import GatewayStatus, LocalWorkerPort
+from pagemill_gateway.ports import GatewayStatus, LocalWorkerPort, Sample
 from pagemill_protocol.errors import PagemillError, unavailable
 
 CONNECT_INTERVAL_S = 0.05
@@ -55,6 +55,7 @@ _liveness: msgspec.msgpack.Decoder[Liveness] = msgspec.msgpack.Decoder(Liveness)
 _int = msgspec.msgpack.Decoder(int)
 _seconds: msgspec.msgpack.Decoder[float | None] = msgspec.msgpack.Decoder(float | None)
 _answer = msgspec.msgpack.Decoder(store.ReservationAnswer)
+_samples = msgspec.msgpack.Decoder(list[Sample])
 _status = msgspec.msgpack.Decoder(GatewayStatus)
 _bytes = msgspec.msgpack.Decoder(bytes)
 _any_bytes: msgspec.msgpack.Decoder[bytes | None] = msgspec.msgpack.Decoder(bytes | None)
@@ -203,6 +204,15 @@ class ControlProcessClient:
                 self._status = await self._connection.ask(messages.GetStatus(), _status)
                 return self._status
         return self._status._replace(detail=REPLACED_MESSAGE)
+
+    async def fleet(self) -> bytes:
+        return await self._ask(messages.GetFleet(), _bytes)
+
+    async def samples(self, after: int) -> list[Sample]:
+        return await self._ask(messages.GetSamples(after), _samples)
+
+    async def decisions(self, limit: int) -> bytes:
+        return await self._ask(messages.GetDecisions(limit), _bytes)
 
     async def bundle(self, digest: str) -> bytes:
         return await self._ask(messages.GetBundle(digest), _bytes)

@@ -125,6 +125,22 @@ class GetStatus(msgspec.Struct, frozen=True, array_like=True, tag="status"):
     """A `GatewayStatus`."""
 
 
+class GetFleet(msgspec.Struct, frozen=True, array_like=True, tag="fleet"):
+    """Bytes of JSON."""
+
+
+class GetSamples(msgspec.Struct, frozen=True, array_like=True, tag="samples"):
+    """A list of `Sample`."""
+
+    after: int
+
+
+class GetDecisions(msgspec.Struct, frozen=True, array_like=True, tag="decisions"):
+    """Bytes of JSON."""
+
+    limit: int
+
+
 class GetBundle(msgspec.Struct, frozen=True, array_like=True, tag="bundle"):
     """Bytes."""
 
@@ -211,7 +227,8 @@ class Adopt(msgspec.Struct, frozen=True, array_like=True, tag="adopt"):
 
 ResponseQuestion = KeepResponse | GetResponse | ForgetResponse
 BrainQuestion = GetNames | LookUp | Find | Choose | GetLiveness | Expected | GetIdleCapacity
-WorkerQuestion = BrainQuestion | Reserve | Extend | GetSettled | GetStatus | GetBundle | ResponseQuestion
+PageQuestion = GetFleet | GetSamples | GetDecisions
+WorkerQuestion = BrainQuestion | Reserve | Extend | GetSettled | GetStatus | PageQuestion | GetBundle | ResponseQuestion
 EngineNote = Accepted | Started | Freed | Finished | Failed | Withdrawn
 WorkerNote = EngineNote | RecordOutcome | PublishMeasurements | Settle | Undo | Adopt
 ToControlProcess = Call[WorkerQuestion] | Reply | CallRefusal | Abandoned | WorkerNote

@@ -101,6 +101,12 @@ class WorkerConnection:
                 return await self._brain.idle_capacity(model, max_load)
             case messages.GetStatus():
                 return await self._control.status()
+            case messages.GetFleet():
+                return await self._control.fleet()
+            case messages.GetSamples(after):
+                return await self._control.samples(after)
+            case messages.GetDecisions(limit):
+                return await self._control.decisions(limit)
             case messages.GetBundle(digest):
                 return await self._control.bundle(digest)
             case messages.KeepResponse(account, response_id, value):

@@ -45,12 +45,14 @@ ROUTES = {
         "/server_info",
         "/docs",
         "/runbooks",
+        "/ui",
         "/",
     ),
     message_batches.PATH,
 }
 WITH_IDS = (
     "/runbooks",
+    "/ui",
     "/v1/models",
     "/v1/responses",
     "/v1/conversations",

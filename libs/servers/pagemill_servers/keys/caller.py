@@ -59,6 +59,8 @@ class Caller(NamedTuple):
     priority_class: PriorityClass = "normal"
     objective: float | None = None
     """Percentage of the tenant's requests that must be answered; `None`: none is declared."""
+    is_admin: bool = False
+    """Whether the key may see the whole platform, and so what all tenants do (`role=admin`)."""
     is_batch: bool = False
     """The request is a line of a batch: it is low-priority and yields to all live requests."""
 

@@ -1,5 +1,5 @@
 """The entry of one key: `SHA256 [tenant=NAME] [models=A,B] [LIMIT=NUMBER ...] [LIMIT@MODEL=NUMBER ...]
-[priority=CLASS] [objective=PERCENT]`.
+[priority=CLASS] [objective=PERCENT] [role=admin]`.
 
 The settings, a file of keys, a Secret and Redis use the same line. A bare hash is a key without limits. A message about
 a wrong line never quotes it: it may contain a key in place of its hash.
@@ -19,7 +19,7 @@ _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 HASH_REMEDY = "Write the hash of each key, never the key itself: printf %s KEY | sha256sum"
 MAX_LIMIT = 10**12
 """Sums of some thousands of such numbers are still exact as doubles, such as in Redis's scripts."""
-FIELDS = ("tenant", "models", *Limits._fields, "priority", "objective")
+FIELDS = ("tenant", "models", *Limits._fields, "priority", "objective", "role")
 
 
 class EntryError(ValueError):
@@ -49,6 +49,7 @@ def parse_entry(line: str) -> Caller:
         model_limits=_model_limits(fields),
         priority_class=_priority(fields),
         objective=_objective(fields),
+        is_admin=_is_admin(fields),
     )
 
 
@@ -132,3 +133,10 @@ def _objective(fields: dict[str, str]) -> float | None:
     if "tenant" not in fields:
         raise EntryError("has `objective` without `tenant`. Add the tenant that it is for, or leave it out.")
     return float(text)
+
+
+def _is_admin(fields: dict[str, str]) -> bool:
+    role = fields.get("role")
+    if role not in (None, "admin"):
+        raise EntryError(f"has role={role[:20]!r}. Use admin, or leave it out for a key that only uses models.")
+    return role is not None

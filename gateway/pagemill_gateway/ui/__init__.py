@@ -1,0 +1,1 @@
+"""The page `/ui`: what it shows of the fleet, and its static files."""
