@@ -77,6 +77,23 @@ test-full: .venv/.installed ## Run every unit and integration test (no cluster, 
 clients: .venv/.installed | $(UV) ## Run other projects' clients against a gateway (CLIENTS="openai litellm" picks some; NEWEST=1: their newest versions)
 	PYTHONPATH=tests/shared $(BIN)/python tests/clients/run_clients.py --uv $(UV) $(if $(NEWEST),--newest) $(CLIENTS)
 
+# Its packages are apart from those of the project: a browser's driver is large, and most changes do not need it.
+BROWSER_ENV := .uv/browser
+BROWSER_TESTS = PYTHONPATH=$(BROWSER_ENV)/site AXE_CORE=$(BROWSER_ENV)/node_modules/axe-core/axe.min.js $(BIN)/pytest
+$(BROWSER_ENV)/.installed: Makefile | $(UV)
+	command -v chromium >/dev/null || { echo "chromium is missing: apt-get install chromium" >&2; exit 1; }
+	$(UV) pip install $(UV_FLAGS) --quiet --python $(BIN)/python --target $(BROWSER_ENV)/site playwright==1.56.0
+	npm install --silent --ignore-scripts --no-save --prefix $(BROWSER_ENV) axe-core@4.11.0
+	touch $@
+
+.PHONY: browser
+browser: .venv/.installed $(BROWSER_ENV)/.installed ## Test the live page in Debian's Chromium (needs chromium and npm)
+	$(BROWSER_TESTS) tests/gateway/browser/check_page.py
+
+.PHONY: pictures
+pictures: .venv/.installed $(BROWSER_ENV)/.installed ## Take the pictures of the live page, and measure it (needs chromium and npm)
+	$(BROWSER_TESTS) -s tests/gateway/browser/take_pictures.py
+
 .PHONY: older-triton
 older-triton: .venv/.installed | $(UV) ## Compile the hot kernels with the oldest Triton that is supported; no GPU is needed
 	[[ -e .venv/triton-$(OLDER_TRITON)/triton ]] || $(UV) pip install $(UV_FLAGS) --quiet --no-deps --python $(BIN)/python \

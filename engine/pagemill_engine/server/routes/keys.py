@@ -81,6 +81,8 @@ def fault_of(line: str) -> str | None:
         return f"has `priority`, but this server has no priority classes. {ENFORCED}"
     if caller.objective is not None:
         return f"has `objective`, but this server counts no tenants' requests. {ENFORCED}"
+    if caller.is_admin:
+        return f"has `role`, but this server has no page for administrators. {ENFORCED}"
     return None
 
 
