@@ -25,10 +25,10 @@ from pagemill_gateway.discovery.last_known import keep_catalog, read_served_befo
 from pagemill_gateway.discovery.state_streams import StateStreams
 from pagemill_gateway.limits.sharing import Sharing, open_sharing
 from pagemill_gateway.metrics.control_process import ControlProcessMetrics
-from pagemill_gateway.ports import GatewayStatus, Sample, WorkerMeasurements, WorkerPort
+from pagemill_gateway.ports import GatewayStatus, LoadSample, WorkerMeasurements, WorkerPort
 from pagemill_gateway.stored_responses.store import open_responses
 from pagemill_gateway.ui.fleet import describe_fleet
-from pagemill_gateway.ui.history import History
+from pagemill_gateway.ui.history import LoadHistory
 from pagemill_kube.credentials import Credentials, from_kubeconfig, in_cluster
 from pagemill_kube.errors import CredentialsError
 from pagemill_protocol.catalog import Catalog
@@ -96,7 +96,7 @@ class ControlProcess:
         self._sending: set[asyncio.Task[None]] = set()
         self.brain.poison_memory.on_remembered = self._share_poison
         self._poison_watch = asyncio.create_task(self._watch_poison())
-        self._history = History(self.brain.reader)
+        self._history = LoadHistory(self.brain.reader)
         self._sampling = asyncio.create_task(self._history.run())
         self._responses = open_responses(config.stored_responses, self.sharing.link)
         trust = EngineTrust(config.engine_tls.ca_file, config.engine_tls.server_name)
@@ -122,7 +122,7 @@ class ControlProcess:
     async def fleet(self) -> bytes:
         return orjson.dumps(describe_fleet(self.brain.reader, await self.status()))
 
-    async def samples(self, after: int) -> list[Sample]:
+    async def samples(self, after: int) -> list[LoadSample]:
         return self._history.after(after)
 
     async def decisions(self, limit: int) -> bytes:

@@ -17,7 +17,7 @@ from waiting import eventually
 from pagemill_gateway import ui
 from pagemill_gateway.routes.page import viewers as viewers_module
 from pagemill_gateway.routes.page.files_and_state import read_files
-from pagemill_gateway.ui.history import History, describe_load
+from pagemill_gateway.ui.history import LoadHistory, describe_load
 from pagemill_protocol.report.load import DeploymentLoad, EnginesLoad, PodCounts
 from pagemill_protocol.report.state import EngineLoad, StepTimeParams
 from pagemill_servers.auth import hash_key
@@ -278,7 +278,7 @@ def test_samples_are_kept_for_a_quarter_of_an_hour() -> None:
             return [DeploymentLoad(namespace="ns", name="d", pods=PodCounts(ready=2))]
 
     now = iter(range(1000, 10_000, 5))
-    history = History(Loads(), lambda: next(now))  # type: ignore[arg-type]
+    history = LoadHistory(Loads(), lambda: next(now))  # type: ignore[arg-type]
     for _ in range(200):
         history.take()
     samples = history.after(0)

@@ -13,18 +13,18 @@ from collections.abc import Callable
 import orjson
 
 from pagemill_gateway.brain.reading import Reader
-from pagemill_gateway.ports import Sample
+from pagemill_gateway.ports import LoadSample
 from pagemill_protocol.report.load import DeploymentLoad
 
 INTERVAL_S = 5.0
 KEPT_S = 15 * 60.0
 
 
-class History:
+class LoadHistory:
     def __init__(self, reader: Reader, unix_s: Callable[[], float] = time.time) -> None:
         self._reader = reader
         self._unix_s = unix_s
-        self._samples: deque[Sample] = deque(maxlen=int(KEPT_S / INTERVAL_S))
+        self._samples: deque[LoadSample] = deque(maxlen=int(KEPT_S / INTERVAL_S))
         self._num_taken = 0
 
     async def run(self) -> None:
@@ -36,9 +36,9 @@ class History:
     def take(self) -> None:
         loads = {each.key: describe_load(each) for each in self._reader.load()}
         self._num_taken += 1
-        self._samples.append(Sample(self._num_taken, round(self._unix_s(), 1), orjson.dumps(loads)))
+        self._samples.append(LoadSample(self._num_taken, round(self._unix_s(), 1), orjson.dumps(loads)))
 
-    def after(self, number: int) -> list[Sample]:
+    def after(self, number: int) -> list[LoadSample]:
         """Return the samples with higher numbers, oldest first."""
         return [each for each in self._samples if each.number > number]
 

@@ -149,7 +149,7 @@ async def test_an_engine_that_dies_while_one_looks_is_shown(start_cluster, look)
     assert "engine-1" in await looker.page.locator(".tile[data-bad]").inner_text()
 
 
-async def test_a_restart_of_the_gateway_is_told_and_the_page_goes_on(engines, gateways, look, forwarder) -> None:
+async def test_a_restart_of_the_gateway_is_shown_and_the_page_goes_on(engines, gateways, look, forwarder) -> None:
     first = await gateways(*engines)
     forwarder.target = first.url
     looker = await look()

@@ -1,6 +1,6 @@
 """The event stream of the page `/ui`: one task asks the control process, and all viewers get the same events.
 
-The task runs while somebody looks. A viewer that reads slowly skips states of the fleet, but no samples of the plots.
+The task runs while a page is open. A viewer that reads slowly skips states of the fleet, but no samples of the plots.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 
 from starlette.types import Receive, Scope, Send
 
-from pagemill_gateway.ports import ControlProcessPort, Sample
+from pagemill_gateway.ports import ControlProcessPort, LoadSample
 from pagemill_gateway.routes.connection import wait_until_disconnected
 from pagemill_protocol.errors import PagemillError
 
@@ -38,7 +38,7 @@ class Viewers:
         """Replaced by a new one after each event."""
         self.fleet = b""
         """The latest state as an event; empty before the first one."""
-        self.samples: list[Sample] = []
+        self.samples: list[LoadSample] = []
 
     @asynccontextmanager
     async def viewing(self) -> AsyncIterator[None]:
@@ -124,5 +124,5 @@ def event(name: str, data: bytes) -> bytes:
     return b"event: %s\ndata: %s\n\n" % (name.encode(), data)
 
 
-def _sample_event(sample: Sample) -> bytes:
+def _sample_event(sample: LoadSample) -> bytes:
     return event("sample", b'{"unix_s":%.1f,"loads":%s}' % (sample.unix_s, sample.loads))

@@ -15,7 +15,7 @@ function asNode(child) {
   return child instanceof Node ? child : document.createTextNode(String(child));
 }
 
-/** Set an element's text if it differs, so that screen readers are not told the same again. */
+/** Set an element's text if it differs, so that screen readers do not read the same again. */
 export function setText(element, text) {
   const wanted = String(text);
   if (element.textContent !== wanted) element.textContent = wanted;
