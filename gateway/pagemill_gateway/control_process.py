@@ -25,7 +25,7 @@ from pagemill_gateway.discovery.last_known import keep_catalog, read_served_befo
 from pagemill_gateway.discovery.state_streams import StateStreams
 from pagemill_gateway.limits.sharing import Sharing, open_sharing
 from pagemill_gateway.metrics.control_process import ControlProcessMetrics
-from pagemill_gateway.ports import GatewayStatus, LoadSample, WorkerMeasurements, WorkerPort
+from pagemill_gateway.ports import GatewayStatus, PlotPoint, WorkerMeasurements, WorkerPort
 from pagemill_gateway.stored_responses.store import open_responses
 from pagemill_gateway.ui.fleet import describe_fleet
 from pagemill_gateway.ui.history import LoadHistory
@@ -122,7 +122,7 @@ class ControlProcess:
     async def fleet(self) -> bytes:
         return orjson.dumps(describe_fleet(self.brain.reader, await self.status()))
 
-    async def samples(self, after: int) -> list[LoadSample]:
+    async def samples(self, after: int) -> list[PlotPoint]:
         return self._history.after(after)
 
     async def decisions(self, limit: int) -> bytes:

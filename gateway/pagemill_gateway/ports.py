@@ -13,7 +13,7 @@ from pagemill_protocol.metrics import Samples
 from pagemill_servers.keys.caller import Caller
 
 
-class LoadSample(NamedTuple):
+class PlotPoint(NamedTuple):
     """The load of all deployments at one moment."""
 
     number: int
@@ -52,7 +52,7 @@ class ControlProcessPort(Protocol):
         """Return the state of all engines and queues as JSON (`ui.fleet`)."""
         ...
 
-    async def samples(self, after: int) -> list[LoadSample]:
+    async def samples(self, after: int) -> list[PlotPoint]:
         """Return the samples of the last quarter of an hour whose numbers are above `after` (`ui.history`)."""
         ...
 

@@ -32,7 +32,7 @@ from pagemill_gateway.brain.interface import (
 from pagemill_gateway.ipc import messages
 from pagemill_gateway.ipc.connection import IpcConnection, IpcConnectionLost
 from pagemill_gateway.limits import store
-from pagemill_gateway.ports import GatewayStatus, LoadSample, LocalWorkerPort
+from pagemill_gateway.ports import GatewayStatus, LocalWorkerPort, PlotPoint
 from pagemill_protocol.errors import PagemillError, unavailable
 
 CONNECT_INTERVAL_S = 0.05
@@ -55,7 +55,7 @@ _liveness: msgspec.msgpack.Decoder[Liveness] = msgspec.msgpack.Decoder(Liveness)
 _int = msgspec.msgpack.Decoder(int)
 _seconds: msgspec.msgpack.Decoder[float | None] = msgspec.msgpack.Decoder(float | None)
 _answer = msgspec.msgpack.Decoder(store.ReservationAnswer)
-_samples = msgspec.msgpack.Decoder(list[LoadSample])
+_samples = msgspec.msgpack.Decoder(list[PlotPoint])
 _status = msgspec.msgpack.Decoder(GatewayStatus)
 _bytes = msgspec.msgpack.Decoder(bytes)
 _any_bytes: msgspec.msgpack.Decoder[bytes | None] = msgspec.msgpack.Decoder(bytes | None)
@@ -208,7 +208,7 @@ class ControlProcessClient:
     async def fleet(self) -> bytes:
         return await self._ask(messages.GetFleet(), _bytes)
 
-    async def samples(self, after: int) -> list[LoadSample]:
+    async def samples(self, after: int) -> list[PlotPoint]:
         return await self._ask(messages.GetSamples(after), _samples)
 
     async def decisions(self, limit: int) -> bytes:

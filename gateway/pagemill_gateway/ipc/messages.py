@@ -130,7 +130,7 @@ class GetFleet(msgspec.Struct, frozen=True, array_like=True, tag="fleet"):
 
 
 class GetSamples(msgspec.Struct, frozen=True, array_like=True, tag="samples"):
-    """A list of `LoadSample`."""
+    """A list of `PlotPoint`."""
 
     after: int
 

@@ -42,7 +42,7 @@ def _engine(reader: Reader, record: EndpointRecord) -> dict[str, Any]:
     phase = reader.phase(record)
     tile = {
         "id": record.endpoint.id,
-        # What its server says, or that nothing listens there, tells more than that it takes no requests.
+        # What its server says, or that nothing listens there, is more exact than that it takes no requests.
         "phase": record.phase if phase == "starting" else phase,
         "detail": record.detail,
         "in_flight": record.in_flight,

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import orjson
 
 from pagemill_gateway.brain.reading import Reader
-from pagemill_gateway.ports import LoadSample
+from pagemill_gateway.ports import PlotPoint
 from pagemill_protocol.report.load import DeploymentLoad
 
 INTERVAL_S = 5.0
@@ -24,7 +24,7 @@ class LoadHistory:
     def __init__(self, reader: Reader, unix_s: Callable[[], float] = time.time) -> None:
         self._reader = reader
         self._unix_s = unix_s
-        self._samples: deque[LoadSample] = deque(maxlen=int(KEPT_S / INTERVAL_S))
+        self._samples: deque[PlotPoint] = deque(maxlen=int(KEPT_S / INTERVAL_S))
         self._num_taken = 0
 
     async def run(self) -> None:
@@ -36,9 +36,9 @@ class LoadHistory:
     def take(self) -> None:
         loads = {each.key: describe_load(each) for each in self._reader.load()}
         self._num_taken += 1
-        self._samples.append(LoadSample(self._num_taken, round(self._unix_s(), 1), orjson.dumps(loads)))
+        self._samples.append(PlotPoint(self._num_taken, round(self._unix_s(), 1), orjson.dumps(loads)))
 
-    def after(self, number: int) -> list[LoadSample]:
+    def after(self, number: int) -> list[PlotPoint]:
         """Return the samples with higher numbers, oldest first."""
         return [each for each in self._samples if each.number > number]
 

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 
 from starlette.types import Receive, Scope, Send
 
-from pagemill_gateway.ports import ControlProcessPort, LoadSample
+from pagemill_gateway.ports import ControlProcessPort, PlotPoint
 from pagemill_gateway.routes.connection import wait_until_disconnected
 from pagemill_protocol.errors import PagemillError
 
@@ -38,7 +38,7 @@ class Viewers:
         """Replaced by a new one after each event."""
         self.fleet = b""
         """The latest state as an event; empty before the first one."""
-        self.samples: list[LoadSample] = []
+        self.samples: list[PlotPoint] = []
 
     @asynccontextmanager
     async def viewing(self) -> AsyncIterator[None]:
@@ -124,5 +124,5 @@ def event(name: str, data: bytes) -> bytes:
     return b"event: %s\ndata: %s\n\n" % (name.encode(), data)
 
 
-def _sample_event(sample: LoadSample) -> bytes:
+def _sample_event(sample: PlotPoint) -> bytes:
     return event("sample", b'{"unix_s":%.1f,"loads":%s}' % (sample.unix_s, sample.loads))
