@@ -250,7 +250,21 @@ def model() -> Page:
              "{{adapter}} {{outcome}}"),
         ]),
     ]  # fmt: skip
-    rows = {"Latency": latency, "Work": work, "KV cache": cache, "Adapters": adapters}
+    computed = engine("pagemill_engine_rank_compute_seconds_total")
+    steps = per_second(engine("pagemill_engine_step_seconds_count"), "instance")
+    ranks = [
+        Panel("Ranks of replicas", "Processes of replicas that several compute together.", "none", [
+            (f"count by (instance) ({computed})", "{{instance}}")
+        ]),
+        Panel("Time in which ranks compute", "Share of the time, without waits for other ranks.", "percentunit", [
+            (per_second(computed, "instance", "rank"), "{{instance}} rank {{rank}}")
+        ], max=1),
+        Panel("Time of ranks in a step", "Without waits: all wait for the longest. Ranks hold unequal parts.", "s", [
+            (f"{per_second(computed, 'instance', 'rank')} / on (instance) group_left () ({steps} > 0)",
+             "{{instance}} rank {{rank}}"),
+        ]),
+    ]  # fmt: skip
+    rows = {"Latency": latency, "Work": work, "KV cache": cache, "Adapters": adapters, "Ranks": ranks}
     return Page("pagemill-model", "Pagemill / Model", about, "pagemill_engine_ready", ENGINES, rows)
 
 

@@ -46,6 +46,10 @@ def values_of(notation: str) -> Iterator[float | None]:
         yield from [None if text == "_" else float(text)] * (int(times or 0) + (text != "_" or not times))
 
 
+RANK_S = {"0": 0.1, "1": 0.25}
+"""Seconds that each of two ranks computes in a second: `overload.json` has one process, so these are added."""
+STEPS_PER_S = 20.0
+ENGINE = 'instance="0",job="pagemill-engine",model_name="busy"'
 NUM_SAMPLES = max(len([*values_of(each)]) for each in SERIES.values())
 LENGTH_S = (NUM_SAMPLES - 1) * STEP_S + 1
 """A window of this length has all samples, and next to nothing is extrapolated."""
@@ -85,6 +89,12 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
         for name, notation in SERIES.items()
         for number, value in enumerate(values_of(notation))
         if value is not None
+    ]
+    rising = {f'pagemill_engine_rank_compute_seconds_total{{{ENGINE},rank="{rank}"}}': s for rank, s in RANK_S.items()}
+    lines += [
+        f"{name} {rate * number * STEP_S:.10g} {BEGIN_S + number * STEP_S}"
+        for name, rate in [*rising.items(), (f"pagemill_engine_step_seconds_count{{{ENGINE}}}", STEPS_PER_S)]
+        for number in range(NUM_SAMPLES)
     ]
     (folder / "recording.txt").write_text("\n".join([*lines, "# EOF", ""]))
     done = promtool("tsdb", "create-blocks-from", "openmetrics", folder / "recording.txt", folder / "data")
@@ -197,6 +207,9 @@ CLIENTS: dict[str, list[Known]] = {
     "GPUs held": [{"": 0.0}],
     "Replicas needed": [NEEDED, {"": 1.0}],
     "Forecast": [NEEDED],
+    "Ranks of replicas": [{"0": 2.0}],
+    "Time in which ranks compute": [{f"0 {rank}": seconds for rank, seconds in RANK_S.items()}],
+    "Time of ranks in a step": [{f"0 {rank}": seconds / STEPS_PER_S for rank, seconds in RANK_S.items()}],
     # Nothing of the kind has happened.
     "Preemptions": [{"": 0.0}],
     "Retries, migrations and broken streams": [{"": 0.0}, {"": 0.0}, {"": 0.0}],

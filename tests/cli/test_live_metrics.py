@@ -48,6 +48,9 @@ SILENT = {
     "Model: Accepted proposals": "the same",
     "Model: Gain of proposals": "the same",
     "Model: Adapters": "there are none",
+    "Model: Ranks of replicas": "each replica is one process",
+    "Model: Time in which ranks compute": "the same",
+    "Model: Time of ranks in a step": "the same",
     "Model: Loads and evictions of adapters": "the same",
     "Model: Requests by adapter": "the same",
 }

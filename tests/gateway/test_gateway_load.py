@@ -17,8 +17,9 @@ from pagemill_gateway.brain.load.measure import measure_load
 from pagemill_gateway.brain.load.traffic import TrafficMeter
 from pagemill_gateway.brain.queue.queues import Queues
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
+from pagemill_protocol.frames import StateDecoder, encode_state
 from pagemill_protocol.report.load import DeploymentLoad, EngineReport, EngineStart
-from pagemill_protocol.report.state import EngineLoad, StateFrame, StepTimeParams
+from pagemill_protocol.report.state import EngineLoad, SlowRank, StateFrame, StepTimeParams
 from pagemill_protocol.request.sampling import LOW_PRIORITY
 from pagemill_protocol.resource.served import QueueLimits
 from pagemill_protocol.versions import protocol_headers
@@ -111,6 +112,14 @@ def test_settings_without_effect_are_those_of_any_engine() -> None:
         frame = StateFrame(sequence=2, snapshot=True, max_model_len=10, unused_settings=names)
         registry.endpoints[str(index)].reports.accept(frame, 0, 102.0)
     assert measured(registry, now=102.0).unused_settings == ["chat_template", "tool_call_parser"]
+
+
+def test_a_slow_rank_is_reported_with_its_engine() -> None:
+    registry, slow = registry_with(EngineLoad(), EngineLoad(), None), SlowRank(1, 1, 41.5, 13.0)
+    frame = StateFrame(sequence=2, snapshot=True, max_model_len=10, slow_rank=slow)
+    (decoded,) = StateDecoder().feed(encode_state(frame))
+    registry.endpoints["1"].reports.accept(decoded, 0, 102.0)
+    assert [each.slow_rank for each in measured(registry, now=102.0).replicas] == [None, slow]
 
 
 def test_a_gateway_names_its_policies_where_it_lacks_the_deployments() -> None:

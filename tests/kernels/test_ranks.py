@@ -133,6 +133,38 @@ def test_values_are_sent_in_order(groups_of: Groups, kind: str) -> None:
     assert all(np.array_equal(mine, values) for mine, values in zip(received, sent, strict=True))
 
 
+@pytest.mark.parametrize("kind", BETWEEN_PROCESSES)
+@pytest.mark.parametrize("exchange", ["sums", "stages"])
+def test_the_time_of_a_rank_is_without_its_waits(groups_of: Groups, kind: str, exchange: str) -> None:
+    """Rank 1 computes twenty times as much; rank 0 waits for it in each round."""
+    values, rounds = np.linspace(0, 1, 100_000), 12
+    groups = groups_of(kind, 2, members=1 if exchange == "stages" else 2)
+
+    def run(group: Any) -> None:
+        own = np.ones(4, dtype=np.float32)
+        for _ in range(rounds):
+            began, waited = time.monotonic(), group.waited_s
+            for _ in range(20 if group.rank == 1 else 1):
+                np.sin(values)
+            if exchange == "sums":
+                group.all_reduce(own)
+            elif group.rank == 1:
+                group.send(own, 0)
+            else:
+                group.receive(own, 1)
+            group.add_computed(time.monotonic() - began - (group.waited_s - waited), 1)
+
+    together(groups, run)
+    deadline = time.monotonic() + 60
+    while any(each.steps < rounds for each in groups[0].computed()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    quick, slow = groups[0].computed()
+    assert quick.steps == slow.steps == rounds
+    assert 0 < 3 * quick.seconds < slow.seconds
+    assert groups[0].waited_s > slow.seconds / 4, "rank 0 has waited instead"
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_abort_wakes_every_rank_with_the_first_reason(groups_of: Groups, kind: str) -> None:
     def run(group: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
@@ -17,10 +18,14 @@ from pagemill_crds.models import LLMDeployment
 from pagemill_engine.server.settings import Settings
 from pagemill_operator.backends.kubernetes.differences import rolled_out
 from pagemill_operator.backends.kubernetes.observe import observe
+from pagemill_operator.backends.kubernetes.observe.groups import slow_ranks
 from pagemill_operator.backends.kubernetes.render import render_children
 from pagemill_operator.backends.kubernetes.snapshot import ApplyError, Manifest, Owner, RenderContext, Snapshot
+from pagemill_operator.load.store import LoadStore
 from pagemill_operator.plan import make_plan
 from pagemill_operator.status.conditions import find_conditions
+from pagemill_protocol.report.load import DeploymentLoad, EngineReport, LoadFrame
+from pagemill_protocol.report.state import SlowRank
 
 Make = Callable[..., LLMDeployment]
 CONTEXT = RenderContext(namespace="pagemill-system", engine_image="engine:1", tokens=("token",))
@@ -235,7 +240,7 @@ class Groups:
         found = find_conditions(self.observe())
         generation = self.owner["metadata"]["generation"]
         written = [{**each._asdict(), "observedGeneration": generation} for each in found]
-        self.owner["status"] = {"conditions": written}
+        self.owner["status"] = {"conditions": written, "plan": {"digest": self.plan.groups[0].digest}}
         return found
 
     def condition(self, kind: str, **more: Any) -> Any:
@@ -348,10 +353,106 @@ def test_a_group_that_is_made_again_keeps_its_cause_until_it_is_ready(world: Gro
     assert seen[-1]["Ready"] == ("True", "AllReplicasReady")
 
 
+LOST = '{"reason": "RankLost", "message": "rank 1 (node 1 at 10.0.0.5) ended its connection"}'
+KILLED = {"exitCode": 137, "reason": "Error"}
+
+
+def test_a_killed_worker_is_the_cause_at_every_moment(world: Groups) -> None:
+    """The first pod sees its end first, is not ready, and ends; then all pods are deleted, the worker's before."""
+    seen = []
+
+    def look() -> None:
+        ready = next(each for each in world.write_status() if each.type == "Ready")
+        seen.append((ready.reason, ready.message.partition(": ")[0]))
+
+    unready = {**READY, "status": "False", "lastTransitionTime": (NOW - timedelta(seconds=9)).isoformat()}
+    started = {"running": {"startedAt": (NOW - timedelta(minutes=1)).isoformat()}}
+    first, worker = world.pods
+    world.unready(0, state=started)
+    first["status"]["conditions"] = [unready]
+    look()
+    world.unready(0, state={"terminated": {"exitCode": 1, "message": LOST}})
+    look()
+    worker["status"]["containerStatuses"][0] |= {"lastState": {"terminated": KILLED}}
+    look()
+    first["status"]["containerStatuses"][0] |= {"state": started, "lastState": {"terminated": dict(KILLED)}}
+    first["status"]["containerStatuses"][0]["lastState"]["terminated"] |= {"exitCode": 1, "message": LOST}
+    first["metadata"]["deletionTimestamp"] = NOW.isoformat()
+    world.pods = [first]
+    look()
+    world.pods = [world.pod(number) for number in (0, 1)]
+    world.unready(0)
+    look()
+    group = "of the group chat-group-0"
+    assert seen[0] == ("ProbeFailing", f"pod chat-group-0 {group}")
+    assert seen[1] == ("RankLost", f"pod chat-group-0 {group}")
+    assert seen[2:] == [("ContainerKilled", f"pod chat-group-0-1 {group}")] * 3
+
+
+def test_a_lost_rank_of_a_worker_comes_before_what_the_first_pod_says_of_it(world: Groups) -> None:
+    own = ended("RankLost", "Rank 1 ended with the exit code -9; its log says why.")
+    world.unready(1, state={"terminated": own})
+    world.unready(0, state={"terminated": {"exitCode": 1, "message": LOST}})
+    world.write_status()
+    assert world.condition("Ready").message.startswith("pod chat-group-0-1 of the group chat-group-0: Rank 1 ended")
+    world.pods = world.pods[:1]
+    assert world.condition("Ready").message.startswith("pod chat-group-0-1 of the group chat-group-0: Rank 1 ended")
+
+
+def test_a_first_pod_that_a_probe_ends_is_still_named_with_its_probe(world: Groups) -> None:
+    world.unready(0, state={"terminated": KILLED})
+    world.unready(1, state={"terminated": ended("RankLost", "Rank 0 ended the connection")})
+    assert world.condition("Ready").reason == "ProbeFailing"
+    assert "startup or liveness probe fails" in world.condition("Ready").message
+
+
+def test_a_cause_outlasts_a_change_of_the_number_of_replicas(deployment: Make) -> None:
+    world = Groups(deployment(name="chat", replicas=2, **TWO))
+    world.unready(0)
+    world.unready(1, state={"terminated": ended("ModelTooLarge")})
+    world.write_status()
+    world.pods[1] = world.pod(1)
+    world.plan = make_plan(deployment(name="chat", replicas=1, **TWO), "kubernetes")
+    world.owner["metadata"]["generation"] = 2
+    world.groups["metadata"]["annotations"]["pagemill.dev/generation"] = "2"
+    assert world.condition("Ready").reason == "ModelTooLarge"
+    world.plan = make_plan(deployment(name="chat", engine__maxNumSeqs=3, **TWO), "kubernetes")
+    assert world.condition("Ready").reason != "ModelTooLarge"
+
+
+def test_a_slow_rank_is_a_warning_that_names_pod_node_and_both_times(world: Groups) -> None:
+    world.pods[1]["spec"]["nodeName"] = "b"
+    held = {"chat-group-0": EngineReport("chat-group-0", slow_rank=SlowRank(1, 1, 41.5, 13.0))}
+    (fault,) = slow_ranks(world.pods, held)
+    assert fault.reason == "SlowRank"
+    assert "rank 1 (pod chat-group-0-1 on node b) computes 41.5 ms" in fault.message
+    assert "13 ms at the speed of the other ranks" in fault.message
+    assert "raise spec.resources.cpu" in fault.message
+    found = find_conditions(dataclasses.replace(world.observe(), warnings=(fault,)))
+    ready = next(each for each in found if each.type == "Ready")
+    assert ready.status == "True"
+    assert "; warning SlowRank: rank 1" in ready.message
+    assert list(slow_ranks(world.pods, {"chat-group-0": EngineReport("chat-group-0")})) == []
+    assert list(slow_ranks([], held)) == []
+
+
+def test_a_slow_rank_changes_what_the_status_shows() -> None:
+    def frame(slow: SlowRank | None) -> LoadFrame:
+        load = DeploymentLoad(namespace="a", name="chat", replicas=[EngineReport("1", slow_rank=slow)])
+        return LoadFrame(sequence=1, deployments=[load])
+
+    store = LoadStore()
+    store.put("gateway", frame(None))
+    assert store.put("gateway", frame(SlowRank(1, 1, 41.5, 13.0))) == {"a/chat"}
+    assert store.put("gateway", frame(SlowRank(1, 1, 41.5, 13.0))) == set()
+    assert store.put("gateway", frame(None)) == {"a/chat"}
+
+
 def test_a_cause_of_an_earlier_spec_is_not_kept(world: Groups) -> None:
     world.unready(0, state={"terminated": ended("ModelTooLarge")})
     world.write_status()
     world.owner["metadata"]["generation"] = 2
+    world.owner["status"]["plan"]["digest"] = "another"
     world.pods[0] = world.pod(0)
     world.unready(0)
     assert world.condition("Ready").reason != "ModelTooLarge"

@@ -15,6 +15,7 @@ from pagemill_engine.ipc.messages import MemoryBudget
 from pagemill_engine.scheduler.step import StepPlan, StepResult
 from pagemill_engine.sizing.kv_sizes import CacheBlocks
 from pagemill_protocol.report.cache_kinds import FULL, CacheKind
+from pagemill_protocol.report.state import RankTimes
 from pagemill_protocol.request.pooling import PoolingSpec
 from pagemill_protocol.request.sampling import SamplingParams
 
@@ -61,6 +62,8 @@ class RunnerInfo(NamedTuple):
     """Whether a step can sample several tokens of a request with these parameters."""
     check: Callable[[], None] = lambda: None
     """Raises `DeviceLostError` if what computes was lost while no step ran."""
+    ranks: Callable[[], RankTimes | None] = lambda: None
+    """Returns what its processes have computed; None: it is one."""
     takes_back: bool = True
     """Whether tokens that a step computed can be taken back: not if the model keeps states without the inputs since."""
     drafts: bool = False

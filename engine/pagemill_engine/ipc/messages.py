@@ -12,7 +12,7 @@ import msgspec
 
 from pagemill_engine.limits import SchedulerLimits
 from pagemill_protocol.report.adapters import AdapterSlots
-from pagemill_protocol.report.state import EngineLoad, StepTimeParams
+from pagemill_protocol.report.state import EngineLoad, RankTimes, StepTimeParams
 from pagemill_protocol.request.generate import FinishReason, GenerateRequest
 
 
@@ -203,6 +203,8 @@ class StepOutputs(msgspec.Struct, frozen=True, kw_only=True, tag="step", omit_de
     """If it has changed."""
     num_added: int = 0
     """Number of requests since the start that had arrived when `load` was computed."""
+    ranks: RankTimes | None = None
+    """Now and then, of an engine with several."""
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):

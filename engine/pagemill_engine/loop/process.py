@@ -186,7 +186,8 @@ class EngineLoop:
             self._core.check_integrity()
             self._idle_checked = True
         learned = self._calibration is not None and not self._sleeps and self._calibration.measure_next()
-        self._send(StepOutputs(load=self._core.load(), step_time=self._core.step_time.params() if learned else None))
+        step_time = self._core.step_time.params() if learned else None
+        self._send(StepOutputs(load=self._core.load(), step_time=step_time, ranks=self._core.runner.info.ranks()))
 
     @property
     def _adapters(self) -> AdapterRequests:
@@ -200,7 +201,8 @@ class EngineLoop:
             report = msgspec.structs.replace(report, load=adapters.counted(report.load), adapters=adapters.take_use())
             for answer in adapters.take_answers():
                 self._link.send(answer)
-        self._link.send(msgspec.structs.replace(report, num_added=self._num_added))
+        ranks = self._core.runner.info.ranks() if report.step_time is not None else report.ranks
+        self._link.send(msgspec.structs.replace(report, num_added=self._num_added, ranks=ranks))
 
     def _check_device(self) -> None:
         failures = self._core.num_failed_steps_in_a_row

@@ -278,6 +278,8 @@ class EngineClient:
         if step.adapters is not None:
             self.on_adapters(step.adapters)
         self._publisher.report(step.load, step.step_time, step.prefixes, step.num_added)
+        if step.ranks is not None:
+            self._publisher.announce_slow_rank(step.ranks.slow)
 
     def _handle_output(self, output: TokensOut) -> None:
         running = self._running.get(output.request_id)

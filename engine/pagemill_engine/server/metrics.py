@@ -48,6 +48,8 @@ class ServerMetrics:
         self._phase_s: defaultdict[str, float] = defaultdict(float)
         """Seconds spent in each phase; a phase may be entered more than once."""
         self._num_preemptions = 0
+        self._rank_s: defaultdict[int, float] = defaultdict(float)
+        """Seconds of each rank that are counted."""
         self._lora_labels: dict[str, str] = {}
         self._kinds = [FULL.name]
         """The names of the model's cache kinds."""
@@ -126,6 +128,11 @@ class ServerMetrics:
             metrics.histogram(names.ENGINE_STEP_SECONDS).observe(step.load.step_ms / 1000)
         if step.gained_ms:
             metrics.gauge(names.ENGINE_SPECULATION_GAIN).inc(step.gained_ms / 1000)
+        if step.ranks is not None:
+            for rank, seconds in enumerate(step.ranks.computed_s):
+                counted = self._rank_s[rank]
+                metrics.counter(names.ENGINE_RANK_SECONDS, rank=str(rank)).inc(max(0.0, seconds - counted))
+                self._rank_s[rank] = seconds
         if step.step_time is not None:
             metrics.gauge(names.ENGINE_STEP_ERROR_P50).set(step.step_time.error_p50)
             metrics.gauge(names.ENGINE_STEP_ERROR_P95).set(step.step_time.error_p95)

@@ -24,6 +24,7 @@ from pagemill_engine.executing.ranks.follower import FollowerRunner
 from pagemill_engine.executing.ranks.identity import RankIdentity
 from pagemill_engine.executing.ranks.processes import FollowerProcesses
 from pagemill_engine.executing.ranks.ranked import RankedRunner
+from pagemill_engine.executing.ranks.speeds import RankSpeeds, RankWork, TimedModel
 from pagemill_engine.executing.row_adapters import HeldAdapters, RowAdapters, row_adapters
 from pagemill_engine.sizing.compute import Compute, choose_compute
 from pagemill_engine.sizing.kv_sizes import CacheBlocks, cache_kinds, max_model_len_for
@@ -141,9 +142,16 @@ def load_ranks(files: ModelFiles, compute: Compute, stuck_seconds: float = STUCK
         followers.kill()
         raise
     followers.watch(group)
-    runner = RankedRunner(inner, ring, group, followers, num_stages, prepare_thread)
+    speeds = speeds_of(config, spec, prepared.stages)
+    runner = RankedRunner(inner, ring, group, followers, speeds, num_stages, prepare_thread)
     read_together(runner, followers.answers)
     return runner
+
+
+def speeds_of(config: EngineConfig, spec: ModelSpec, stages: list[Range]) -> RankSpeeds:
+    """Return what judges how fast the ranks of a whole model compute. `stages`: the layers of each."""
+    parts = [part_of(spec, rank, config.num_ranks, stages) for rank in range(config.num_ranks)]
+    return RankSpeeds([RankWork.of(part.spec.decoder) for part in parts], config.ranks_here)
 
 
 def follower_of(settings: RankSettings, group: ComputingGroup, answer: Callable[[str], None]) -> FollowerRunner:
@@ -302,6 +310,7 @@ def load_part(
         model = _on_torch(part.spec, compute, weights, max_model_len, group)
     if group.members < group.size:
         model = StagedModel(model, group, place)
+    model = TimedModel(model, group)
     kinds = [msgspec.structs.replace(kind, layers=_within(kind.layers, place.layers)) for kind in blocks.kinds]
     cache = KVCache(part.spec, blocks.counts, config.block_size, compute.kv_dtype, kinds)
     return LoadedPart(model, cache, blocks, max_model_len)

@@ -35,6 +35,7 @@ from pagemill_engine.starting.load_ranks import (
     load_part,
     overlapped,
     read_together,
+    speeds_of,
 )
 from pagemill_engine.starting.preparing import ModelFiles, PreparedModel, describe_cache, prepare, refusals, runner_info
 from pagemill_engine.starting.rendezvous import Joining, Key, Listener, Member, listen, token_of
@@ -119,7 +120,8 @@ def load_nodes(files: ModelFiles, compute: Compute, stuck_seconds: float = STUCK
     signals.start()
     plans = TcpWriter({f"rank {rank} ({names[rank]})": connections["plans", rank] for rank in members})
     joined = JoinedRanks(signals, group, children)
-    runner = RankedRunner(inner, plans, group, joined, config.pipeline_parallel_size, prepare_thread)
+    speeds = speeds_of(config, files.spec, prepared.stages)
+    runner = RankedRunner(inner, plans, group, joined, speeds, config.pipeline_parallel_size, prepare_thread)
     read_together(runner, signals.answers, sends_files=True)
     return runner
 

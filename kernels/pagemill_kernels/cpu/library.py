@@ -17,7 +17,7 @@ from pagemill_kernels.cpu import processor
 
 logger = logging.getLogger(__name__)
 
-ABI_VERSION = 29
+ABI_VERSION = 30
 PANEL = 16
 """Outputs of one panel of a packed weight."""
 ADAPTER_PANEL, ADAPTER_RANKS = 64, 8
@@ -219,6 +219,7 @@ class Ranks(ctypes.Structure):
         ("shared", c_void_p),
         ("capacity", c_int64),
         ("step", c_int64),
+        ("waited_ns", c_int64),
         ("size", c_int32),
         ("rank", c_int32),
         ("first", c_int32),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 Buffer = TypeVar("Buffer")
 """What is exchanged: float32 arrays of the host, or tensors of a device."""
@@ -10,6 +10,14 @@ Buffer = TypeVar("Buffer")
 
 class GroupAborted(RuntimeError):
     """The group exchanges nothing more; the message says which rank ended it and why."""
+
+
+class ComputedTime(NamedTuple):
+    """What a rank has computed since its start."""
+
+    seconds: float
+    """Without the time in which it has waited for other ranks."""
+    steps: int
 
 
 class RankGroup(Protocol[Buffer]):

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+from pagemill_kernels.ranks.group import ComputedTime
 from pagemill_kernels.ranks.places import RankStatus
 from pagemill_kernels.ranks.tcp_group import Signal, TcpGroup
 
@@ -129,7 +130,7 @@ class RankSignals:
                         self._lose(f"{self._name(rank)} ended its connection; it was last {group.place(rank)}")
             if time.monotonic() >= due:
                 due = time.monotonic() + self._seconds
-                self._send(["at", *group.statuses[own], group.waits_for[own]])
+                self._send(["at", *group.statuses[own], group.waits_for[own], *group.times[own]])
                 self._look()
 
     def _received(self, rank: int) -> bytes:
@@ -148,6 +149,7 @@ class RankSignals:
         if words[0] == "at":
             self._group.statuses[rank] = RankStatus(*words[1:5])
             self._group.waits_for[rank] = words[5]
+            self._group.times[rank] = ComputedTime(*words[6:8])
             return
         signal = Signal(*words)
         if self._group.rank == 0 and signal.kind == "failed":

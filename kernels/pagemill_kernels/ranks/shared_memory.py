@@ -11,17 +11,28 @@ import numpy as np
 
 from pagemill_kernels.arrays import Array, address
 from pagemill_kernels.cpu import launch, library
-from pagemill_kernels.ranks.group import GroupAborted
+from pagemill_kernels.ranks.group import ComputedTime, GroupAborted
 from pagemill_kernels.ranks.memory import SharedMemory
 from pagemill_kernels.ranks.places import OUTSIDE, REPORT, STUCK_SECONDS, RankStatus, place_in_words
 
 _REASON_BYTES = 512
 
 
+class _Time(ctypes.Structure):
+    """`ComputedTime` of a rank, in the memory behind what the native code uses."""
+
+    _fields_ = (("seconds", ctypes.c_double), ("steps", ctypes.c_int64))
+
+
 def group_bytes(size: int, capacity: int, members: int | None = None) -> int:
     """Return the bytes of the shared memory of a group. `capacity`: values that are exchanged at a time. `members`: the
     ranks of a stage; None: all."""
-    return int(launch.native().pagemill_ranks_bytes(size, members or size, capacity))
+    return _times_at(size, capacity, members) + size * ctypes.sizeof(_Time)
+
+
+def _times_at(size: int, capacity: int, members: int | None) -> int:
+    used = int(launch.native().pagemill_ranks_bytes(size, members or size, capacity))
+    return -(-used // ctypes.alignment(_Time)) * ctypes.alignment(_Time)
 
 
 class SharedMemoryGroup:
@@ -53,6 +64,7 @@ class SharedMemoryGroup:
             members=self.members,
             stuck_ms=int(stuck_seconds * 1000),
         )
+        self._times = (_Time * size).from_address(memory.address + _times_at(size, capacity, self.members))
         self.context = ctypes.addressof(self._ranks)
         function = ctypes.cast(self._native.pagemill_ranks_hook, ctypes.c_void_p).value
         assert function is not None
@@ -139,6 +151,21 @@ class SharedMemoryGroup:
     def come_to(self, place: int) -> None:
         """Record that this rank is at a place outside of the layers, for messages."""
         self._native.pagemill_ranks_at(self._ranks, place, place)
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds in which this rank has waited for others."""
+        return float(self._ranks.waited_ns) / 1e9
+
+    def add_computed(self, seconds: float, steps: int) -> None:
+        """Count what this rank has computed, for all ranks to read."""
+        own = self._times[self.rank]
+        own.seconds += seconds
+        own.steps += steps
+
+    def computed(self) -> list[ComputedTime]:
+        """Return what each rank has computed."""
+        return [ComputedTime(each.seconds, each.steps) for each in self._times]
 
     def status(self, rank: int) -> RankStatus:
         out = (ctypes.c_int64 * 4)()

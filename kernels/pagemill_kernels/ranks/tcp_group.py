@@ -13,6 +13,7 @@ import select
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal, NamedTuple
@@ -20,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from pagemill_kernels.arrays import Array
-from pagemill_kernels.ranks.group import GroupAborted
+from pagemill_kernels.ranks.group import ComputedTime, GroupAborted
 from pagemill_kernels.ranks.places import (
     LOGITS,
     OUTSIDE,
@@ -140,6 +141,10 @@ class TcpGroup:
         """What each rank last did; the own one is always true."""
         self.waits_for = [-1] * size
         """The rank that each one waits for; -1: none."""
+        self.times = [ComputedTime(0.0, 0)] * size
+        """What each rank has computed, as far as it has been reported to this one; on rank 0 of all."""
+        self.waited_s = 0.0
+        """Seconds in which this rank has exchanged values and waited for others."""
         first = rank - rank % members
         self._stage = range(first, first + members)
         self._peers = {other: _Peer(connection) for other, connection in connections.items()}
@@ -188,6 +193,15 @@ class TcpGroup:
 
     def come_to(self, place: int) -> None:
         self._at(place, place)
+
+    def add_computed(self, seconds: float, steps: int) -> None:
+        """Count what this rank has computed, for rank 0 to read."""
+        before = self.times[self.rank]
+        self.times[self.rank] = ComputedTime(before.seconds + seconds, before.steps + steps)
+
+    def computed(self) -> list[ComputedTime]:
+        """Return what each rank has computed; on rank 0, a few tenths of a second old."""
+        return list(self.times)
 
     def begin_step(self, step: int) -> None:
         self.statuses[self.rank] = self.statuses[self.rank]._replace(step=step)
@@ -308,6 +322,7 @@ class TcpGroup:
     def _exchange(self, to: Sequence[int], values: Array | None, into: Mapping[int, Array]) -> None:
         """Send the same values to some ranks, and fill arrays from others."""
         self._raise_if_ended()
+        began_s = time.monotonic()
         epoch, step = self._epoch, self.statuses[self.rank].step
         sending = {other: self._peers[other] for other in to}
         taking = {other: _bytes_of(each) for other, each in into.items()}
@@ -333,6 +348,7 @@ class TcpGroup:
             raise
         finally:
             self.waits_for[self.rank] = -1
+            self.waited_s += time.monotonic() - began_s
 
     def _done(self, other: int, run: Callable[..., bool], *given: Any) -> bool:
         try:

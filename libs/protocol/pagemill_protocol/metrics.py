@@ -174,6 +174,7 @@ ENGINE_INFO = _engine(
     "Always 1; the labels describe the engine.",
     ("version", "weights_digest", "kv_dtype", "device", "compute", "ranks", "nodes"),
 )
+ENGINE_RANK_SECONDS = _engine("counter", "rank_compute_seconds", "Time without waits for other ranks.", ("rank",))
 ENGINE_READY = _engine("gauge", "ready", "1 when requests are accepted, else 0.")
 ENGINE_DRAINING = _engine("gauge", "draining", "1 while no new requests are accepted and running ones finish.")
 ENGINE_SLEEPING = _engine("gauge", "sleeping", "1 while the engine sleeps: weights in memory, no KV cache.")

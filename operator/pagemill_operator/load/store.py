@@ -32,8 +32,9 @@ class _Report(NamedTuple):
         usage = round(100 * engines.kv_cache_usage)
         counts = (usage, engines.num_requests_running, engines.num_requests_waiting, pods.ready, queue.num_requests)
         adapters = [(each.id, *each.adapters) for each in self.load.replicas if each.adapters]
+        slow = [(each.id, each.slow_rank) for each in self.load.replicas if each.slow_rank is not None]
         starts = [start.id for start in self.load.starts]
-        return *counts, pods.asleep, *self.load.unused_settings, *self.load.routing_policies, *adapters, *starts
+        return *counts, pods.asleep, *self.load.unused_settings, *self.load.routing_policies, *adapters, *slow, *starts
 
 
 class LoadStore:

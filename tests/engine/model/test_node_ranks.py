@@ -12,6 +12,7 @@ from typing import Any
 
 import fork_server
 import msgspec
+import numpy as np
 import psutil
 import pytest
 from hung_processes import hang
@@ -20,9 +21,10 @@ from ranked_engine import LONG, ROUNDS, SETTINGS, Engine, answers, prompts_of, s
 from waiting import busy_factor
 
 from pagemill_engine.config import EngineConfig, NodesConfig
+from pagemill_engine.executing.ranks import speeds
 from pagemill_engine.executing.ranks.identity import RankIdentity
 from pagemill_engine.executing.ranks.ranked import RanksLostError
-from pagemill_engine.starting import node_rank, rendezvous
+from pagemill_engine.starting import load_ranks, node_rank, rendezvous
 from pagemill_engine.starting.rendezvous import open_to, token_of
 from pagemill_engine.starting.threads import threads_of_ranks
 from pagemill_engine.weights.errors import LoadError
@@ -120,6 +122,50 @@ def test_nodes_that_wait_use_no_time(llama_folder: Path, tmp_path: Path, num_sta
 
 def cpu_seconds(processes: list[psutil.Process]) -> float:
     return float(sum(sum(each.cpu_times()[:2]) for each in processes))
+
+
+class MoreWork:
+    """A part of a model that computes more than it needs to."""
+
+    def __init__(self, model: Any) -> None:
+        self._model, self._values = model, np.linspace(0, 1, 100_000)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def hidden(self, *given: Any) -> Any:
+        for _ in range(10):
+            np.sin(self._values)
+        return self._model.hidden(*given)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_a_rank_of_another_node_that_computes_longer_is_named(
+    llama_folder: Path, num_stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed: Any = speeds.TimedModel
+    monkeypatch.setattr(
+        load_ranks, "TimedModel", lambda model, group: timed(MoreWork(model) if group.rank == 1 else model, group)
+    )
+    monkeypatch.setattr(speeds, "WINDOW_S", 0.0)
+    config = node_config(llama_folder, 2, num_stages)
+    node = NodeThread(of_node(config, 1))
+    runner: Any = load_first(config)
+    engine = Engine(runner)
+    found: Any = None
+    deadline = time.monotonic() + 60 * busy_factor()
+    while found is None:
+        assert time.monotonic() < deadline
+        engine.add(prompts_of(1), LONG)
+        while engine.core.has_work:
+            engine.core.step()
+            found = found or runner.info.ranks().slow
+    assert (found.rank, found.node) == (1, 1)
+    assert found.step_ms >= 2 * found.expected_ms
+    first, second = runner.info.ranks().computed_s
+    assert second > first
+    runner.close()
+    assert node.join() is None
 
 
 def lost(engine: Engine) -> tuple[str, float]:

@@ -7,6 +7,7 @@ import pytest
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.ipc.messages import StepOutputs, TokensOut
 from pagemill_engine.server.metrics import RequestTiming, ServerMetrics
+from pagemill_protocol.report.state import RankTimes
 
 
 @pytest.mark.parametrize(
@@ -30,6 +31,24 @@ def test_vllms_series_start_at_zero(series: str) -> None:
     lines = ServerMetrics("m", EngineConfig(model="m")).scrape("").body.decode().splitlines()
     (line,) = [each for each in lines if each.startswith(series)]
     assert line.endswith(" 0.0")
+
+
+def test_the_time_of_each_rank_is_counted() -> None:
+    metrics = ServerMetrics("m", EngineConfig(model="m"))
+    metrics.step(StepOutputs())
+    assert "rank_compute" not in "".join(each for each in lines_of(metrics) if not each.startswith("#"))
+    for seconds in ([1.0, 2.0], [1.5, 4.0]):
+        metrics.step(StepOutputs(ranks=RankTimes(seconds)))
+        metrics.step(StepOutputs())
+    found = [each for each in lines_of(metrics) if each.startswith("pagemill_engine_rank_compute_seconds_total")]
+    assert found == [
+        f'pagemill_engine_rank_compute_seconds_total{{model_name="m",rank="{rank}"}} {seconds}'
+        for rank, seconds in enumerate((1.5, 4.0))
+    ]
+
+
+def lines_of(metrics: ServerMetrics) -> list[str]:
+    return metrics.scrape("").body.decode().splitlines()
 
 
 def test_proposed_tokens_are_counted_by_their_place() -> None:

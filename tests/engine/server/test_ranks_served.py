@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -81,6 +82,15 @@ def test_two_ranks_answer_as_one_process(ranked_server: Any, model_server: Any) 
     assert [each[:2] for each in found] == [each[:2] for each in answers(model_server)]
     assert found[1][2] >= 64  # cached tokens
     assert json.loads(found[2][0]).keys() == {"city", "size"}
+    wait_until(lambda: seconds_of_ranks(ranked_server).keys() == {"0", "1"})
+    assert all(seconds > 0 for seconds in seconds_of_ranks(ranked_server).values())
+    assert seconds_of_ranks(model_server) == {}
+
+
+def seconds_of_ranks(server: Any) -> dict[str, float]:
+    text = httpx.get(f"{server.control_url}/metrics", timeout=WAIT_LIMIT_S).text
+    found = re.findall(r'^pagemill_engine_rank_compute_seconds_total\{.*rank="(\d)"\} (\S+)$', text, re.MULTILINE)
+    return {rank: float(seconds) for rank, seconds in found}
 
 
 def end_of_stream(server: Any, disturb: Callable[[], None]) -> tuple[str, float]:

@@ -16,7 +16,7 @@ from pagemill_engine.server.phases import state_stream
 from pagemill_engine.server.phases.state_stream import StatePublisher
 from pagemill_protocol.frames import StateDecoder
 from pagemill_protocol.hashes import HASH_VERSION, NO_HASHES
-from pagemill_protocol.report.state import EngineLoad, StateFrame
+from pagemill_protocol.report.state import EngineLoad, SlowRank, StateFrame
 from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_protocol.request.sampling import SamplingParams
 
@@ -64,6 +64,15 @@ async def test_the_first_frame_is_a_complete_snapshot(publisher: StatePublisher)
     assert late.prefixes_added == [b"a", b"b"]
     assert late.load.num_requests_running == 1
     assert late.models == ["tiny"]
+
+
+async def test_a_slow_rank_is_published_until_it_is_over(publisher: StatePublisher) -> None:
+    reader, slow = Reader(publisher), SlowRank(1, 1, 41.5, 13.0)
+    await reader.next()
+    publisher.announce_slow_rank(slow)
+    assert (await reader.next()).slow_rank == slow
+    publisher.announce_slow_rank(None)
+    assert (await reader.next()).slow_rank is None
 
 
 async def test_the_frame_with_the_engines_identity_contains_its_capacity(publisher: StatePublisher) -> None:

@@ -20,9 +20,11 @@ from pagemill_engine.executing.base import Runner, RunnerInfo
 from pagemill_engine.executing.eager import ThreadedRunner
 from pagemill_engine.executing.errors import DeviceLostError
 from pagemill_engine.executing.ranks.messages import Command, SampledStep, encode_message, encode_step
+from pagemill_engine.executing.ranks.speeds import RankSpeeds
 from pagemill_engine.scheduler.step import StepPlan, StepResult
-from pagemill_kernels.ranks.group import GroupAborted
+from pagemill_kernels.ranks.group import ComputedTime, GroupAborted
 from pagemill_kernels.ranks.ring import ReaderStoppedError, RingClosedError
+from pagemill_protocol.report.state import RankTimes
 
 
 class RanksLostError(DeviceLostError):
@@ -50,6 +52,8 @@ class WatchedGroup(Protocol):
     def lose(self, reason: str) -> None: ...
 
     def reset(self) -> None: ...
+
+    def computed(self) -> list[ComputedTime]: ...
 
 
 class MessageWriter(Protocol):
@@ -86,14 +90,19 @@ class RankedRunner:
         ring: MessageWriter,
         group: WatchedGroup,
         followers: Followers,
+        speeds: RankSpeeds,
         num_stages: int = 1,
         prepare_thread: Callable[[], object] | None = None,
     ) -> None:
-        """Start with followers that have loaded. `prepare_thread`: of a thread that computes (`ThreadedRunner`)."""
+        """Start with followers that have loaded. `speeds`: judges all ranks. `prepare_thread`: of a thread that
+        computes (`ThreadedRunner`)."""
         self._inner: Runner = _FirstRank(inner, group)
         if num_stages > 1:
             self._inner = ThreadedRunner(self._inner, prepare_thread)
-        self.info: RunnerInfo = self._inner.info._replace(stages=num_stages, check=self._raise_if_lost)
+        self.info: RunnerInfo = self._inner.info._replace(
+            stages=num_stages, check=self._raise_if_lost, ranks=self._times
+        )
+        self._speeds = speeds
         self._ring, self._group, self._followers = ring, group, followers
         self._writing = threading.Lock()
         self._read: list[SampledStep] = []
@@ -145,6 +154,11 @@ class RankedRunner:
     def read_adapter(self, message: AdapterMessage) -> None:
         """Let followers read an adapter beside their steps. Any thread may call it."""
         self._write(encode_message(message), f"adapter {message.number}")
+
+    def _times(self) -> RankTimes:
+        computed = self._group.computed()
+        self._speeds.look(computed)
+        return RankTimes([round(each.seconds, 3) for each in computed], self._speeds.slow)
 
     def _raise_if_failed(self) -> None:
         """Let a step fail that is launched while others may still be computed, or behind one that a follower has left

@@ -24,7 +24,7 @@ from pagemill_protocol.frames import encode_state
 from pagemill_protocol.hashes import HASH_VERSION, NO_HASHES
 from pagemill_protocol.report.adapters import AdapterSlots
 from pagemill_protocol.report.cache_kinds import FULL, chunk_blocks, further_chunk_blocks
-from pagemill_protocol.report.state import WAKE, Digests, EngineLoad, StateFrame, StepTimeParams
+from pagemill_protocol.report.state import WAKE, Digests, EngineLoad, SlowRank, StateFrame, StepTimeParams
 from pagemill_protocol.request.generate import GenerateRequest
 
 MIN_INTERVAL_S = 0.05
@@ -91,6 +91,10 @@ class StatePublisher:
     def announce_adapters(self, slots: AdapterSlots) -> None:
         """Publish the adapters that the engine serves."""
         self._update(adapters=slots)
+
+    def announce_slow_rank(self, slow: SlowRank | None) -> None:
+        """Publish the process for which the others of this engine wait, or that there is none."""
+        self._update(slow_rank=slow)
 
     def describe(self, ready: Ready) -> None:
         """Publish the properties of the loaded engine."""

@@ -121,8 +121,10 @@ def _engines(records: list[EndpointRecord], now: float) -> EnginesLoad:
 
 
 def _engine_report(record: EndpointRecord) -> EngineReport:
-    load = record.reports.latest.load if record.reports.latest is not None else EngineLoad()
-    return EngineReport(record.endpoint.id, load, record.in_flight, [*record.adapters.by_name.values()])
+    latest, adapters = record.reports.latest, [*record.adapters.by_name.values()]
+    if latest is None:
+        return EngineReport(record.endpoint.id, EngineLoad(), record.in_flight, adapters)
+    return EngineReport(record.endpoint.id, latest.load, record.in_flight, adapters, latest.slow_rank)
 
 
 def _starts(records: list[EndpointRecord], now: float) -> Iterator[EngineStart]:

@@ -56,6 +56,7 @@ struct Ranks {
   Shared* shared;
   int64_t capacity;  // values of a slot
   int64_t step;
+  int64_t waited_ns;  // how long this rank has waited for others
   int32_t size, rank;
   int32_t first, members;  // the ranks of its stage, which add their sums
   int32_t stuck_ms;        // how long others are waited for
@@ -93,9 +94,17 @@ struct Ranks {
   template <typename Absent>
   bool wait(Absent absent) {
     const auto is_over = [&] { return absent() < 0 || ended(); };
+    if (is_over()) return came(absent);  // the usual case, without a look at all ranks
+    const auto since = Clock::now();
+    const bool has_come = keep_waiting(absent, is_over);
+    waited_ns += std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - since).count();
+    return has_come;
+  }
+
+  template <typename Absent, typename Over>
+  bool keep_waiting(Absent absent, Over is_over) {
     const auto look = std::chrono::milliseconds(std::max(stuck_ms / kLooks, 1));
     const auto deadline = [&] { return Clock::now() + look; };
-    if (is_over()) return came(absent);  // the usual case, without a look at all ranks
     // The rank that keeps all waiting, and how often it was found where it was. That counts anew for another one, which
     // may have waited itself until then.
     int32_t cause = -1, looks = 0;

@@ -119,6 +119,11 @@ def layers_of_stages(decoder: DecoderSpec, num_stages: int) -> list[Range]:
     return dealt_by_size(sizes, num_stages)
 
 
+def num_multiplied(decoder: DecoderSpec) -> int:
+    """Return how many values of a rank's matrices a step multiplies; embedding reads a few rows."""
+    return _num_values(replace(decoder, embeds=False))
+
+
 def _num_values(decoder: DecoderSpec) -> int:
     return sum(map(math.prod, decoder.shapes().values()))
 

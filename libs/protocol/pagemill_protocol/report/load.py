@@ -18,7 +18,7 @@ import msgspec
 from pagemill_protocol.report.adapters import AdapterStatus
 from pagemill_protocol.report.cache_kinds import CacheKind
 from pagemill_protocol.report.histogram import Histogram
-from pagemill_protocol.report.state import EngineLoad, StepTimeParams
+from pagemill_protocol.report.state import EngineLoad, SlowRank, StepTimeParams
 
 ReportStatus = Literal["value", "unknown", "stale"]
 
@@ -80,6 +80,8 @@ class EngineReport(msgspec.Struct, frozen=True, omit_defaults=True):
     """Requests of this gateway at the engine; `load` may not count those sent a moment ago."""
     adapters: list[AdapterStatus] = []
     """What the engine did with each LoRA adapter that it was asked to serve."""
+    slow_rank: SlowRank | None = None
+    """As the engine reports it."""
 
     @property
     def num_requests(self) -> int:

@@ -48,6 +48,26 @@ class StepTimeParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """Steps that are computed at the same time, one in each stage of a pipeline; the times are those of one stage."""
 
 
+class SlowRank(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The one process of several that compute a model together for which the others wait in each step."""
+
+    rank: int = 0
+    node: int = 0
+    """The machine, or the pod of a group, that runs it, counted from that of rank 0."""
+    step_ms: float = 0.0
+    """How long it computes in a step, without waits, when it was found."""
+    expected_ms: float = 0.0
+    """How long it would at the speed of the others."""
+
+
+class RankTimes(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What an engine of several processes reports of them."""
+
+    computed_s: list[float] = []
+    """Seconds that each rank has computed since the start, without waits for others."""
+    slow: SlowRank | None = None
+
+
 class Digests(msgspec.Struct, frozen=True, omit_defaults=True):
     weights: str = ""
     tokenizer_bundle: str = ""
@@ -147,6 +167,8 @@ class StateFrame(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     unused_settings: list[str] = []
     """Settings of the engine that have no effect with this kind of model."""
     adapters: AdapterSlots = AdapterSlots()
+    slow_rank: SlowRank | None = None
+    """The process of a model divided among several that is much slower than the others."""
     draining: bool = False
     sleeping: bool = False
     """Accepts no requests until it is woken: its weights are loaded, but it has no KV cache."""

@@ -30,6 +30,7 @@ from pagemill_operator.backends.kubernetes.in_place import rollout_of
 from pagemill_operator.backends.kubernetes.kinds import BY_NAME, LEADER_WORKER_SET
 from pagemill_operator.backends.kubernetes.model_volume import is_loaded, orphaned_jobs, outdated_jobs
 from pagemill_operator.backends.kubernetes.observe import observe
+from pagemill_operator.backends.kubernetes.observe.groups import slow_ranks
 from pagemill_operator.backends.kubernetes.ownership import (
     MAKERS,
     Children,
@@ -215,7 +216,10 @@ class KubernetesCluster(Cluster):
     def observe(self, key: str) -> Observation:
         seen = observe(self.snapshot(key), self._plans[key], datetime.now(UTC))
         unused, policies = self._unused_settings(key), self._routing_policies(key)
-        return replace(seen, scaling=self._scaling(key), unused_settings=unused, routing_policies=policies)
+        warnings = (*seen.warnings, *slow_ranks(self._known.pods(key), self._held(key)))
+        return replace(
+            seen, scaling=self._scaling(key), unused_settings=unused, routing_policies=policies, warnings=warnings
+        )
 
     def plan(self, key: str) -> Plan | None:
         """Return the plan that was carried out last, or None if the spec cannot be read."""

@@ -88,10 +88,10 @@ def waiting_cause(status: dict[str, Any], mounted_images: Sequence[str] = ()) ->
     return None
 
 
-def ended_cause(status: dict[str, Any]) -> Cause | None:
-    """Return how the container last ended, or None if it never did."""
+def ended_cause(status: dict[str, Any], *, is_probed: bool = True) -> Cause | None:
+    """Return how the container last ended, or None if it never did. `is_probed`: of `termination_cause`."""
     ended = status.get("state", {}).get("terminated") or status.get("lastState", {}).get("terminated")
-    return termination_cause(ended) if ended else None
+    return termination_cause(ended, is_probed=is_probed) if ended else None
 
 
 def ended_beside_cause(status: dict[str, Any], *, may_complete: bool) -> Cause | None:
@@ -109,7 +109,8 @@ def ended_beside_cause(status: dict[str, Any], *, may_complete: bool) -> Cause |
     return Cause("ContainerCompleted", message)
 
 
-def termination_cause(ended: dict[str, Any]) -> Cause:
+def termination_cause(ended: dict[str, Any], *, is_probed: bool = True) -> Cause:
+    """Return why a container ended. `is_probed`: whether it has probes, for which the kubelet may end it."""
     reported = _reported(str(ended.get("message", "")))
     code = int(ended.get("exitCode", 0))
     if ended.get("reason") == "OOMKilled" and (reported is None or reported.reason in _GENERIC):
@@ -124,6 +125,13 @@ def termination_cause(ended: dict[str, Any]) -> Cause:
         return Cause("CrashLoop", f"the engine keeps crashing: {reported.message}; {_LOGS}")
     if code in _CANNOT_START or ended.get("reason") in ("StartError", "ContainerCannotRun"):
         return _cannot_start(str(ended.get("message", "")))
+    if code in _BY_KUBELET and not is_probed:
+        return Cause(
+            "ContainerKilled",
+            f"the container was ended from outside (exit code {code}), and not by its memory limit: see kubectl "
+            "describe pod and the log of its node, whose memory may have run out, and check that nothing in "
+            "spec.template ends it",
+        )
     if code in _BY_KUBELET:
         return Cause(
             "ProbeFailing",

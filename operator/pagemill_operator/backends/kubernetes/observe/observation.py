@@ -111,7 +111,7 @@ def _replicas(snapshot: Snapshot, plan: Plan | None, now: datetime | None) -> li
         seen = observe_pod(pod, ENGINE, digest, process, sleeps=sleeps, loads=bool(snapshot.progress))
         return _with_policy(snapshot, _with_claim(snapshot, seen, now))
 
-    workers, before = snapshot.component_pods(WORKER), reported(snapshot.owner)
+    workers, before = snapshot.component_pods(WORKER), reported(snapshot.owner, plan)
     found = [
         observe_group(pod, observed(pod), [(each, observed(each)) for each in workers_of(pod, workers)], before, now)
         for pod in snapshot.component_pods(ENGINE)
@@ -220,7 +220,7 @@ def _fault(
         return Fault("Scheduled", *lost)
     if plan is not None and plan.pods_per_replica > 1:
         groups = snapshot.child(*workload_at(plan))
-        has_pods = bool(snapshot.component_pods(ENGINE)) or reported(snapshot.owner).lasts
+        has_pods = bool(snapshot.component_pods(ENGINE)) or reported(snapshot.owner, plan).lasts
         return None if groups is None or has_pods else groups_not_made(groups, left_s(groups, GROUPS_S, now))
     deployment = snapshot.child("Deployment", engine_name(snapshot.name))
     if deployment is None or loader is not None:

@@ -15,7 +15,8 @@ from pagemill_operator.backends.kubernetes.observe.container import (
     waiting_cause,
 )
 from pagemill_operator.backends.kubernetes.observe.scheduling import unschedulable
-from pagemill_operator.backends.kubernetes.render.names import LOADER, SLEEP_ANNOTATION
+from pagemill_operator.backends.kubernetes.ownership import component_of
+from pagemill_operator.backends.kubernetes.render.names import LOADER, SLEEP_ANNOTATION, WORKER
 from pagemill_operator.backends.kubernetes.snapshot import Manifest
 from pagemill_operator.plan.types import Process
 from pagemill_operator.status.observation import Phase, ReplicaObservation
@@ -131,7 +132,7 @@ def _on_node(pod: Manifest, main: str, sleeps: bool) -> tuple[Phase, Cause | Non
         # An init container that has finished its work has ended well.
         if status.get("ready"):
             continue
-        if status["name"] == main and (cause := ended_cause(status)):
+        if status["name"] == main and (cause := ended_cause(status, is_probed=component_of(pod) != WORKER)):
             return "crashed", cause
         # A loader's pod does not start a container again that has ended well.
         if status["name"] != main and (cause := ended_beside_cause(status, may_complete=main == LOADER)):
