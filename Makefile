@@ -290,7 +290,7 @@ $(SITE_ENV)/.installed: docs/site/requirements.txt | $(UV)
 
 .PHONY: site
 site: $(SITE_ENV)/.installed ## Build the docs as a site into dist/site and check every link (SITE_REPOSITORY_URL links to the sources)
-	NO_MKDOCS_2_WARNING=1 $(SITE_ENV)/bin/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(SITE_ENV)/bin/mkdocs build
 
 .PHONY: lock
 lock: $(UV) ## Resolve the dependencies anew into uv.lock

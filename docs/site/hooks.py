@@ -2,7 +2,7 @@
 
 The pages are written for people who read them in the repository. Links to files that are no pages lead to the
 repository if `SITE_REPOSITORY_URL` names it, and are names of files otherwise; a link to a file that does not exist
-fails the build. `llms.txt` lists all pages (llmstxt.org).
+fails the build. `diagrams` draws the pages' diagrams. `llms.txt` lists all pages (llmstxt.org).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import re
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from diagrams import DiagramError, drawn
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
@@ -26,8 +27,12 @@ SECTIONS = {
     "Runbooks": "runbooks",
 }
 """The sections of Diataxis and their folders; what lies in none explains."""
-LINK = re.compile(r"(?<!!)\[(?P<text>[^\]]*)\]\((?P<target>[^)#\s]*)(?P<anchor>#[^)\s]*)?\)")
-FENCE = re.compile(r"(?ms)^(?P<fence>`{3,})[^\n]*\n.*?^(?P=fence)[ ]*$|`[^`\n]+`")
+PART = re.compile(
+    r"(?ms)^(?P<fence>`{3,})[^\n]*\n.*?^(?P=fence)[ ]*$"
+    r"|(?<!!)\[(?P<text>[^\]]*)\]\((?P<target>[^)#\s]*)(?P<anchor>#[^)\s]*)?\)"
+    r"|`[^`\n]+`"
+)
+"""A block of code, a link, or code within a line, whichever begins first: a link's text may be code."""
 
 
 def pages(folder: str) -> list[Path]:
@@ -60,7 +65,10 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     if page.file.src_uri == "index.md":
         return markdown
-    return linked(markdown, (DOCS / page.file.src_uri).parent, config.repo_url)
+    try:
+        return drawn(linked(markdown, (DOCS / page.file.src_uri).parent, config.repo_url))
+    except DiagramError as error:
+        raise PluginError(f"{page.file.src_uri}: {error}") from None
 
 
 def linked(text: str, folder: Path, repository: str | None) -> str:
@@ -68,9 +76,9 @@ def linked(text: str, folder: Path, repository: str | None) -> str:
 
     def rewritten(found: re.Match[str]) -> str:
         target = found["target"]
-        if not target or "://" in target or target.startswith("mailto:"):
+        if found["text"] is None or not target or "://" in target or target.startswith("mailto:"):
             return found[0]
-        path = (folder / target).resolve()
+        path = Path(os.path.normpath(folder / target))
         if not path.exists():
             raise PluginError(f"{folder}: the link to {target} leads nowhere")
         if path.suffix == ".md" and path.is_relative_to(DOCS):
@@ -83,11 +91,7 @@ def linked(text: str, folder: Path, repository: str | None) -> str:
             return found["text"] if str(name) in found["text"] else f"{found['text']} (`{name}`)"
         return f"[{found['text']}]({repository}/{'tree' if path.is_dir() else 'blob'}/main/{name})"
 
-    parts, at = [], 0
-    for fence in FENCE.finditer(text):
-        parts += [LINK.sub(rewritten, text[at : fence.start()]), fence[0]]
-        at = fence.end()
-    return "".join([*parts, LINK.sub(rewritten, text[at:])])
+    return PART.sub(rewritten, text)
 
 
 def on_post_build(config: Any) -> None:

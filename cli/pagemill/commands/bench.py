@@ -143,6 +143,8 @@ class BenchCommand(CommandWithOptions):
     ] = False
 
     def run(self) -> None:
+        import uvloop
+
         from pagemill.bench.conversations import BenchError
         from pagemill.client import ClientError
 
@@ -151,7 +153,8 @@ class BenchCommand(CommandWithOptions):
                 self._compare(*self.compare)
                 return
             self._check()
-            result, errors = asyncio.run(self._measured())
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                result, errors = runner.run(self._measured())
             self._write(result)
         except (BenchError, ClientError) as error:
             typer.echo(f"pagemill bench: {error}", err=True)
