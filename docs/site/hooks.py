@@ -29,10 +29,11 @@ SECTIONS = {
 """The sections of Diataxis and their folders; what lies in none explains."""
 PART = re.compile(
     r"(?ms)^(?P<fence>`{3,})[^\n]*\n.*?^(?P=fence)[ ]*$"
-    r"|(?<!!)\[(?P<text>[^\]]*)\]\((?P<target>[^)#\s]*)(?P<anchor>#[^)\s]*)?\)"
+    r"|\[(?P<text>[^\]]*)\]\((?P<target>[^)#\s]*)(?P<anchor>#[^)\s]*)?\)"
     r"|`[^`\n]+`"
 )
-"""A block of code, a link, or code within a line, whichever begins first: a link's text may be code."""
+"""A block of code, a link or picture, or code within a line, whichever begins first: a link's text may be code."""
+ON_SITE = (".md", ".png")
 
 
 def pages(folder: str) -> list[Path]:
@@ -81,7 +82,7 @@ def linked(text: str, folder: Path, repository: str | None) -> str:
         path = Path(os.path.normpath(folder / target))
         if not path.exists():
             raise PluginError(f"{folder}: the link to {target} leads nowhere")
-        if path.suffix == ".md" and path.is_relative_to(DOCS):
+        if path.suffix in ON_SITE and path.is_relative_to(DOCS):
             start = DOCS if folder == ROOT else folder
             return f"[{found['text']}]({os.path.relpath(path, start)}{found['anchor'] or ''})"
         if path == ROOT / "README.md":
