@@ -60,6 +60,16 @@ up: .venv/.runnable ## Install what runs, then serve FILE (default: examples/llm
 chat: .venv/.runnable ## Talk to the model that `make up` serves, from a second terminal
 	$(BIN)/pagemill chat
 
+# On the current context's cluster of kind, k3d or minikube; without one, on the one-node cluster of e2e/cluster (root), which
+# runs until it is removed.
+.PHONY: up-kubernetes
+up-kubernetes: .venv/.runnable ## Build the images for FILE, serve it on a Kubernetes of this machine, and show a first answer
+	$(BIN)/python e2e/up_kubernetes $(FILE)
+
+.PHONY: down-kubernetes
+down-kubernetes: .venv/.runnable ## Remove what `make up-kubernetes` made: deployments, release, its one-node cluster
+	$(BIN)/python e2e/up_kubernetes --down
+
 ##@ Develop
 
 .PHONY: install
@@ -163,7 +173,7 @@ bench-routing: .venv/.installed | $(UV) ## Compare which pods other routers choo
 	$(BIN)/python bench/gateway_routing.py --uv $(UV) $(ROUTING)
 
 # Where CI installs Go, for machines without one that is new enough.
-e2e e2e-full e2e-addresses e2e-scale e2e-measure: export PATH := $(CURDIR)/.uv/bin:$(PATH)
+up-kubernetes e2e e2e-full e2e-addresses e2e-scale e2e-measure: export PATH := $(CURDIR)/.uv/bin:$(PATH)
 
 .PHONY: e2e
 e2e: .venv/.installed ## Prove the platform on a real Kubernetes: the smoke cases (root; E2E_CONTEXT=NAME uses yours)

@@ -46,7 +46,7 @@ def build_all(tag: str, components: Iterable[str] = COMPONENTS) -> dict[str, flo
     """Build missing images, without a cluster; return the seconds by phase."""
     durations: dict[str, float] = {}
     for component in components:
-        if _exists(reference(component, tag)):
+        if exists(reference(component, tag)):
             continue
         with _timed(durations, "base"):
             make_base()
@@ -94,7 +94,8 @@ def _is_ours(name: str) -> bool:
     return name.startswith("docker.io/pagemill/")
 
 
-def _exists(image: str) -> bool:
+def exists(image: str) -> bool:
+    """Whether buildah has the image."""
     argv = ["buildah", "inspect", "--type=image", image]
     try:
         return subprocess.run(argv, capture_output=True).returncode == 0
@@ -104,7 +105,7 @@ def _exists(image: str) -> bool:
 
 def make_base() -> None:
     """Create the Debian slim base from Debian's packages if buildah does not have it yet."""
-    if _exists(BASE):
+    if exists(BASE):
         return
     HOME.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=HOME) as folder:
@@ -127,7 +128,7 @@ def build(component: str, tag: str, root: Path = ROOT) -> None:
 def make_platform(root: Path, tag: str) -> None:
     """Build and load the gateway and the operator of another checkout, for upgrades from it."""
     for component in ("gateway", "operator"):
-        if not _exists(reference(component, tag)):
+        if not exists(reference(component, tag)):
             build(component, tag, root)
     load_all(tag, ("gateway", "operator"))
 
@@ -145,7 +146,7 @@ def derive(image: str, target: str) -> None:
 
 def make_redis(target: str) -> None:
     """Create and load the image of the chart's own Redis: Debian's server and client, configured by arguments alone."""
-    if not _exists(target):
+    if not exists(target):
         with _installed("redis-server", "redis-tools") as container:
             _run("buildah", "config", "--entrypoint", "[]", "--cmd", '["redis-server"]', container)
             _run("buildah", "commit", "--quiet", container, target)
@@ -155,7 +156,7 @@ def make_redis(target: str) -> None:
 
 def make_metrics(target: str) -> None:
     """Create and load an image of Debian's Prometheus and the adapter, which serve metrics to an autoscaler."""
-    if not _exists(target):
+    if not exists(target):
         binaries.build([ADAPTER])
         with _installed("prometheus") as container:
             program = str(binaries.bin_dir() / ADAPTER)

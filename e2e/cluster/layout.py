@@ -14,6 +14,8 @@ IMAGES = HOME / "images"
 VOLUMES = RUN / "volumes"
 AUDIT_LOG = RUN / "audit.log"
 KUBECONFIG = RUN / "admin.conf"
+KEPT = RUN / "kept"
+"""Marks a cluster that `make up-kubernetes` started, which no test may end."""
 
 BRIDGE = "pagemill-e2e"
 NODE = "node1"

@@ -61,6 +61,12 @@ def down() -> None:
     shutil.rmtree(RUN, ignore_errors=True)
 
 
+def is_running() -> bool:
+    """Whether a cluster was started here whose components all run."""
+    started = processes.started(RUN)
+    return bool(started) and all(processes.is_running(each) for each in started.values())
+
+
 def start(name: str) -> None:
     """Start a component that `stop` killed."""
     running = processes.started(RUN).get(name)

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import FrameType
@@ -29,32 +29,32 @@ def run(command: Sequence[str]) -> int:
     durations: dict[str, float] = {}
     tag = images.tag_of_sources()
     try:
-        with _phase(durations, "programs and images"):
+        with phase(durations, "programs and images"):
             durations |= prepare(tag)
-        with _phase(durations, "start"):
+        with phase(durations, "start"):
             one_node.up()
         try:
-            with _phase(durations, "load"):
+            with phase(durations, "load"):
                 durations |= images.load_all(tag)
                 for problem in images.forget_others(tag):
                     print(f"e2e: warning: {problem}", file=sys.stderr, flush=True)
-            with _phase(durations, "command"):
+            with phase(durations, "command"):
                 return _run(command, _environment(tag))
         finally:
-            with _phase(durations, "end"):
+            with phase(durations, "end"):
                 one_node.down()
     finally:
         for name, seconds in durations.items():
             print(f"e2e: {name}: {seconds:.0f} s", flush=True)
 
 
-def prepare(tag: str) -> dict[str, float]:
+def prepare(tag: str, components: Iterable[str] = images.COMPONENTS) -> dict[str, float]:
     """Build what is missing, without a cluster; return the seconds of each phase.
 
     Compiling programs uses the processors, and building images the network and the disk, so both run concurrently.
     """
     with ThreadPoolExecutor(max_workers=2) as pool:
-        built = pool.submit(images.build_all, tag)
+        built = pool.submit(images.build_all, tag, components)
         durations = {f"build {name}": seconds for name, seconds in binaries.build(binaries.USUAL).items()}
         return durations | built.result()
 
@@ -79,7 +79,8 @@ def _exit(number: int, _frame: FrameType | None) -> None:
 
 
 @contextmanager
-def _phase(durations: dict[str, float], name: str) -> Iterator[None]:
+def phase(durations: dict[str, float], name: str) -> Iterator[None]:
+    """Print the phase's name when it begins, and add its seconds when it ends."""
     print(f"e2e: {name} ...", flush=True)
     start = time.monotonic()
     try:
