@@ -148,8 +148,7 @@ def down() -> None:
         one_node.down()
         print("The one-node cluster is gone; its images and programs stay for the next time.")
         return
-    if not target.is_one_node:
-        _refuse([each for each in needs.missing(target, "", [], 0) if "another command installed" in each])
+    _refuse(needs.not_ours(target))
     serving_of(target).remove()
     print(f"Pagemill is removed from {_shown(target)}.")
 
@@ -186,7 +185,7 @@ def _nothing_to_serve(file: Path, deployments: list[LLMDeployment]) -> list[str]
 
 def _refuse(problems: list[str]) -> None:
     if problems:
-        sys.exit("up-kubernetes: nothing was started:\n" + "\n".join(f"  - {each}" for each in problems))
+        sys.exit("up-kubernetes: nothing was changed:\n" + "\n".join(f"  - {each}" for each in problems))
 
 
 if __name__ == "__main__":

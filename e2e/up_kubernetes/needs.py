@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import binaries
@@ -38,7 +39,7 @@ def builder() -> str | None:
 def missing(target: Target, tag: str, components: Sequence[str], gpus: int) -> list[str]:
     """Return what is missing, each with its remedy; `gpus` is the largest number that a replica asks for."""
     found = _of_one_node(tag, components) if target.is_one_node else _of_context(target)
-    return [*found, *_devices(target, gpus)]
+    return [*found, *not_ours(target), *_devices(target, gpus)]
 
 
 def _of_one_node(tag: str, components: Sequence[str]) -> Iterator[str]:
@@ -83,17 +84,25 @@ def _of_context(target: Target) -> Iterator[str]:
         yield f"the cluster of context {target.context} does not answer: {reason}"
     elif answer.stdout.strip() == "no":
         yield f"context {target.context} may not do everything, which installing needs: use an administrator's"
-    elif _is_foreign_release(target):
-        yield (
-            f"context {target.context} has a release `{RELEASE}` in {NAMESPACE} that another command installed: "
-            f"`helm uninstall {RELEASE} --namespace {NAMESPACE}`, or upgrade it with helm yourself"
-        )
+
+
+def not_ours(target: Target) -> list[str]:
+    """Return why a release of another command must stay, if the cluster has one."""
+    if not _is_foreign_release(target):
+        return []
+    return [
+        f"the current context's cluster has a release `{RELEASE}` in {NAMESPACE} that another command installed: "
+        f"`helm uninstall {RELEASE} --namespace {NAMESPACE}`, or upgrade it with helm yourself"
+    ]
 
 
 def _is_foreign_release(target: Target) -> bool:
-    if shutil.which("helm") is None:
+    """Whether the cluster of the current context has one; in a one-node cluster of ours nothing else is installed."""
+    helm = shutil.which("helm") or str(binaries.bin_dir() / "helm")
+    if not (target.context or target.is_current) or not Path(helm).exists():
         return False
-    argv = ["helm", "--kube-context", target.context, "--namespace", NAMESPACE, "status", RELEASE, "-o", "json"]
+    context = ["--kube-context", target.context] if target.context else []
+    argv = [helm, *context, "--namespace", NAMESPACE, "status", RELEASE, "-o", "json"]
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=ANSWER_TIMEOUT_S)
         return done.returncode == 0 and json.loads(done.stdout)["info"]["description"] != DESCRIPTION

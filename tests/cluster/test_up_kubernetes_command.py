@@ -154,7 +154,7 @@ def test_what_is_missing_is_named_before_anything_starts(machine: Path, lacks: s
             (machine / program).unlink()
     done = run(machine, str(FILE))
     assert done.returncode == 1
-    assert "nothing was started:" in done.stderr
+    assert "nothing was changed:" in done.stderr
     assert named in done.stderr
     assert not [
         each for each in ("docker build", "kind", "helm --kube-context=kind-dev upgrade") if calls(machine, each)
