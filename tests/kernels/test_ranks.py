@@ -136,15 +136,15 @@ def test_values_are_sent_in_order(groups_of: Groups, kind: str) -> None:
 @pytest.mark.parametrize("kind", BETWEEN_PROCESSES)
 @pytest.mark.parametrize("exchange", ["sums", "stages"])
 def test_the_time_of_a_rank_is_without_its_waits(groups_of: Groups, kind: str, exchange: str) -> None:
-    """Rank 1 computes twenty times as much; rank 0 waits for it in each round."""
-    values, rounds = np.linspace(0, 1, 100_000), 12
+    """Rank 1 computes for a while in each round; rank 0 computes nothing and waits for it."""
+    values, rounds, least_s = np.linspace(0, 1, 300_000), 8, 0.1
     groups = groups_of(kind, 2, members=1 if exchange == "stages" else 2)
 
     def run(group: Any) -> None:
         own = np.ones(4, dtype=np.float32)
         for _ in range(rounds):
             began, waited = time.monotonic(), group.waited_s
-            for _ in range(20 if group.rank == 1 else 1):
+            while group.rank == 1 and time.monotonic() < began + least_s:
                 np.sin(values)
             if exchange == "sums":
                 group.all_reduce(own)
@@ -161,8 +161,8 @@ def test_the_time_of_a_rank_is_without_its_waits(groups_of: Groups, kind: str, e
         time.sleep(0.01)
     quick, slow = groups[0].computed()
     assert quick.steps == slow.steps == rounds
-    assert 0 < 3 * quick.seconds < slow.seconds
-    assert groups[0].waited_s > slow.seconds / 4, "rank 0 has waited instead"
+    assert slow.seconds >= rounds * least_s
+    assert 0 < 2 * quick.seconds < slow.seconds
 
 
 @pytest.mark.parametrize("kind", KINDS)

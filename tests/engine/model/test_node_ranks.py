@@ -134,7 +134,7 @@ class MoreWork:
         return getattr(self._model, name)
 
     def hidden(self, *given: Any) -> Any:
-        for _ in range(10):
+        for _ in range(40):
             np.sin(self._values)
         return self._model.hidden(*given)
 
@@ -148,6 +148,7 @@ def test_a_rank_of_another_node_that_computes_longer_is_named(
         load_ranks, "TimedModel", lambda model, group: timed(MoreWork(model) if group.rank == 1 else model, group)
     )
     monkeypatch.setattr(speeds, "WINDOW_S", 0.0)
+    monkeypatch.setattr(speeds, "WINDOW_STEPS", 5)
     config = node_config(llama_folder, 2, num_stages)
     node = NodeThread(of_node(config, 1))
     runner: Any = load_first(config)
