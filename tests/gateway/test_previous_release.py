@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow
 NAME = "smol"
 NUM_STREAMS = 6
 NUM_TOKENS = 120
-STEP_MS = 20.0
+STEP_MS = 60.0
 
 PUT_CATALOG = """
 import sys, urllib.request, msgspec

@@ -247,9 +247,10 @@ BODILESS = {
     "/v1/conversations/{id}", "/v1/conversations/{id}/items", "/v1/conversations/{id}/items/{item}",
     "/internal/state", "/internal/link", "/internal/bundle", "/internal/load",
     "/is_sleeping", "/status", "/debug/decisions",
+    "/ui", "/ui/events", "/ui/decisions", "/ui/keys", "/ui/{file:path}",
 }  # fmt: skip
 """GET routes, where a body of the maximum size is read or dropped."""
-ENDLESS = {"/internal/state", "/internal/load"}
+ENDLESS = {"/internal/state", "/internal/load", "/ui/events"}
 SAMPLE = {"PUT /catalog", "POST /tokenize"}
 """The routes that `make test` runs; `make test-full` runs all."""
 POOLED = ("/embeddings", "/rerank", "/score")

@@ -135,12 +135,6 @@ def test_a_planted_fault_in_the_order_of_heads_is_detected(
         ("Dots1ForCausalLM", {"sliding_window": 16, "layer_types": ["sliding_attention"] * 3}, "`sliding_attention`"),
         ("MambaForCausalLM", {}, "`MambaForCausalLM`, which is not supported"),
         ("JambaForCausalLM", {"num_experts": 2}, "`JambaForCausalLM`"),
-        (
-            "Lfm2MoeForCausalLM",
-            {},
-            r"`Lfm2MoeForCausalLM` with layers with a recurrent state in addition to the KV cache \(`conv_L_cache`\)",
-        ),
-        ("OlmoHybridForCausalLM", {}, r"with layers .* recurrent state .*\(`linear_num_key_heads`\)"),
         ("HeliumForCausalLM", {"rope_scaling": LONG}, "`longrope`"),
         ("MiniCPM3ForCausalLM", {"kv_lora_rank": 16}, "`kv_lora_rank`"),
     ],

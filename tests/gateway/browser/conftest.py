@@ -10,11 +10,13 @@ import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from playwright.async_api import Browser, Page, async_playwright
 from waiting import eventually
+
+if TYPE_CHECKING:
+    from playwright.async_api import Browser, Page
 
 CHROMIUM = "/usr/bin/chromium"
 TIMEOUT_MS = 60_000.0
@@ -60,6 +62,9 @@ class Looker:
 
 @pytest.fixture
 async def browser() -> AsyncIterator[Browser]:
+    # Other tests are collected without Playwright.
+    from playwright.async_api import async_playwright
+
     async with async_playwright() as playwright:
         # Without a sandbox of its own, since tests may run as root.
         chromium = await playwright.chromium.launch(
