@@ -92,6 +92,34 @@ class StepModel(Protocol):
         ...
 
 
+class WrappedModel:
+    """A `StepModel` that leaves all to another one; what is added to it overrides `hidden` and `logits`."""
+
+    def __init__(self, model: StepModel) -> None:
+        self._model = model
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self._model.spec
+
+    @property
+    def num_bytes(self) -> int:
+        return self._model.num_bytes
+
+    @property
+    def classifier(self) -> Callable[[Array], Array] | None:
+        return self._model.classifier
+
+    def use_caches(self, caches: Sequence[LayerCache]) -> None:
+        self._model.use_caches(caches)
+
+    def hidden(self, step: StepTokens, adapters: Any = None) -> Array:
+        return self._model.hidden(step, adapters)
+
+    def logits(self, hidden: Array, adapters: Any = None) -> Array:
+        return self._model.logits(hidden, adapters)
+
+
 class TargetModel(StepModel, Protocol):
     """A model for which a head drafts."""
 

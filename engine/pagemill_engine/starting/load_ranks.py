@@ -6,7 +6,7 @@ Each rank runs the native decoder, or torch's where that does not apply. `sizing
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,7 +16,7 @@ import numpy as np
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.decoders.native.decoder import NativeDecoder
 from pagemill_engine.decoders.rope import Rotations, decoder_tables
-from pagemill_engine.decoders.step_model import LayerCache, StepModel, StepTokens
+from pagemill_engine.decoders.step_model import StepModel, StepTokens, WrappedModel
 from pagemill_engine.executing.base import Runner, RunnerInfo
 from pagemill_engine.executing.eager import EagerRunner, ThreadedRunner
 from pagemill_engine.executing.kv_cache import KVCache
@@ -242,26 +242,12 @@ def _as_json(settings: RankSettings) -> dict[str, Any]:
     return built
 
 
-class StagedModel:
+class StagedModel(WrappedModel):
     """One stage of a pipeline: it gets hidden states from the stage before and passes its own on."""
 
     def __init__(self, model: StepModel, group: RankGroup[Array], place: RankPlace) -> None:
-        self._model, self._group, self._place = model, group, place
-
-    @property
-    def spec(self) -> ModelSpec:
-        return self._model.spec
-
-    @property
-    def num_bytes(self) -> int:
-        return self._model.num_bytes
-
-    @property
-    def classifier(self) -> Callable[[Array], Array] | None:
-        return self._model.classifier
-
-    def use_caches(self, caches: Sequence[LayerCache]) -> None:
-        self._model.use_caches(caches)
+        super().__init__(model)
+        self._group, self._place = group, place
 
     def hidden(self, step: StepTokens, adapters: Any = None) -> Array:
         if self._place.before is not None:
@@ -272,9 +258,6 @@ class StagedModel:
         if self._place.behind is not None:
             self._group.send(found, self._place.behind)
         return found
-
-    def logits(self, hidden: Array, adapters: Any = None) -> Array:
-        return self._model.logits(hidden, adapters)
 
 
 class LoadedPart(NamedTuple):

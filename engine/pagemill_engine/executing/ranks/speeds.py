@@ -14,12 +14,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from pagemill_engine.decoders.step_model import LayerCache, StepModel, StepTokens
+from pagemill_engine.decoders.step_model import StepModel, StepTokens, WrappedModel
 from pagemill_kernels.arrays import Array
 from pagemill_kernels.ranks.group import ComputedTime
 from pagemill_models.declaration.declaration import DecoderSpec
 from pagemill_models.sharding.shard import num_multiplied
-from pagemill_models.spec.model_spec import ModelSpec
 from pagemill_protocol.report.state import SlowRank
 
 logger = logging.getLogger(__name__)
@@ -43,26 +42,12 @@ class TimedGroup(Protocol):
     def add_computed(self, seconds: float, steps: int) -> None: ...
 
 
-class TimedModel:
+class TimedModel(WrappedModel):
     """A rank's part of a model, which measures how long it computes."""
 
     def __init__(self, model: StepModel, group: TimedGroup) -> None:
-        self._model, self._group = model, group
-
-    @property
-    def spec(self) -> ModelSpec:
-        return self._model.spec
-
-    @property
-    def num_bytes(self) -> int:
-        return self._model.num_bytes
-
-    @property
-    def classifier(self) -> Callable[[Array], Array] | None:
-        return self._model.classifier
-
-    def use_caches(self, caches: Sequence[LayerCache]) -> None:
-        self._model.use_caches(caches)
+        super().__init__(model)
+        self._group = group
 
     def hidden(self, step: StepTokens, adapters: Any = None) -> Array:
         return self._timed(1, self._model.hidden, step, adapters)
