@@ -59,9 +59,9 @@ class Gateways:
         self.server.process.send_signal(signal.SIGKILL)
         await asyncio.to_thread(self.server.stop)
 
-    def check_clean(self) -> None:
-        """Check that nothing but the files that clients see is left."""
-        assert list((self.batches / "leases").iterdir()) == []
+    async def check_clean(self) -> None:
+        """Check that nothing but the files that clients see is left, soon after clients have seen a batch's end."""
+        await eventually(lambda: not any((self.batches / "leases").iterdir()))
         assert [each for each in self.batches.glob("running/*/*") if each.is_file()] == []
         known = {each.name for each in self.batches.glob("files/*/*")}
         assert {each.name for each in (self.batches / "content").iterdir()} == known
@@ -109,7 +109,7 @@ async def test_each_line_is_answered_once_though_gateways_are_killed(engines, st
     codes = {each["error"]["code"] for each in results.values() if each["error"]}
     assert codes <= {"gateway_died"}
     assert sum(each["response"] is not None for each in results.values()) >= NUM_LINES - 8
-    started.check_clean()
+    await started.check_clean()
 
 
 async def test_a_line_that_ends_its_gateway_is_failed_and_the_others_are_answered(engines, started, fake) -> None:
@@ -138,7 +138,7 @@ async def test_a_line_that_ends_its_gateway_is_failed_and_the_others_are_answere
     results = await results_of(client, batch)
     assert results["c3"]["error"]["code"] == "gateway_died"
     assert {name for name, each in results.items() if each["response"]} == {"c1", "c2", "c4", "c5"}
-    started.check_clean()
+    await started.check_clean()
 
 
 async def test_a_batch_continues_when_the_disk_has_space_again(engines, started, fake) -> None:
@@ -160,4 +160,4 @@ async def test_a_batch_continues_when_the_disk_has_space_again(engines, started,
     results = await results_of(client, batch)
     assert len(results) == 20
     assert num_before - 1 <= 20 + 3 * 8, "a full disk must not make the engine work for ever"
-    started.check_clean()
+    await started.check_clean()
