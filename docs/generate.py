@@ -34,8 +34,7 @@ MODELS = (
 )
 MODELS_NOTES = """\
 - **Backends**: all families except DeepSeek, Gemma 4 and hybrids run on CPUs with the native kernels or with torch, and
-  on NVIDIA GPUs with Triton. On CPUs, heads that are no multiple of 16 need torch, and do not support `int8` KV caches
-  and `deterministic`.
+  on NVIDIA GPUs with Triton. On CPUs, heads may have any size up to 512; on GPUs, multiples of 16.
 - **DeepSeek** stores one compressed vector per token and layer (`kv_lora_rank` + `qk_rope_head_dim` values), which
   `pagemill plan` and the KV cache take into account. It runs on CPUs only: matmuls and experts use native kernels,
   latent attention uses torch; `device: cuda` is refused by name. FP8 checkpoints are supported; layers for
@@ -74,8 +73,8 @@ MODELS_NOTES = """\
   shape; states are computed by native kernels. Their prefixes are reused from states that are kept behind points of
   prompts ([ADR 100](../adr/0100-states-are-blocks.md)). Every family is compared with its class in transformers over
   whole sequences without a cache, in float32: greedy tokens in batches, in chunks, after prefix hits and preemption, as
-  choices and continued elsewhere, with int8 and int4 weights, and with adapters beside PEFT. Attention of Kimi Linear,
-  and heads whose size is no multiple of 16, are computed by torch instead of native kernels. GGUF files, proposed
+  choices and continued elsewhere, with int8 and int4 weights, and with adapters beside PEFT. Attention of Kimi Linear
+  is computed by torch instead of native kernels. GGUF files, proposed
   tokens, several processes, `deterministic` and `device: cuda` are refused by name; layers for multi-token prediction
   are not loaded. Nemotron 3's experts over projected hidden states (`moe_latent_size`) and other hybrids (Jamba and
   others) are refused, and the error names the key in the header.

@@ -19,6 +19,7 @@ from pagemill_kernels import torch_ops as rope
 from pagemill_kernels.activation import reference as activation_reference
 from pagemill_kernels.cpu import library
 from pagemill_kernels.kv_store import reference as kv_store
+from pagemill_kernels.kv_store import storage
 from pagemill_kernels.norm import reference as norm_reference
 from pagemill_kernels.paged_attention import reference
 from pagemill_kernels.paged_attention.batch import AttentionBatch
@@ -37,15 +38,26 @@ def random_batch(lengths: list[tuple[int, int]], num_kv_heads: int, head_dim: in
     return batch_of(whole, scattered_tables(whole, NUM_BLOCKS, block_size, seeds), num_kv_heads, head_dim, block_size)
 
 
+def random_cache(dtype: torch.dtype, num_kv_heads: int, block_size: int, head_dim: int) -> torch.Tensor:
+    values = torch.randn(NUM_BLOCKS, 2 * num_kv_heads, block_size, head_dim)
+    if dtype != torch.int8:
+        return values.to(dtype)
+    cache = torch.zeros(NUM_BLOCKS, 2 * num_kv_heads, block_size, storage.token_width(dtype, head_dim), dtype=dtype)
+    storage.write_blocks(cache, values)
+    return cache
+
+
 @settings(max_examples=num_examples(60), deadline=None)
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 70), st.integers(0, 90)), min_size=1, max_size=6),
     heads=st.sampled_from([(1, 1), (9, 3), (8, 2), (4, 4), (32, 1)]),
-    head_dim=st.sampled_from([16, 64, 96, 128]),
+    head_dim=st.sampled_from([16, 20, 33, 64, 72, 96, 128]),
     block_size=st.sampled_from([16, 32]),
     window=st.sampled_from([None, 1, 7, 16, 40, 1000]),
     has_sinks=st.booleans(),
     soft_cap=st.sampled_from([None, 0.5, 30.0]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.int8]),
+    is_invariant=st.booleans(),
     has_slopes=st.booleans(),
     seed=st.integers(0, 2**31),
 )
@@ -57,6 +69,8 @@ def test_attention_equals_the_reference(
     window: int | None,
     has_sinks: bool,
     soft_cap: float | None,
+    dtype: torch.dtype,
+    is_invariant: bool,
     has_slopes: bool,
     seed: int,
 ) -> None:
@@ -64,7 +78,7 @@ def test_attention_equals_the_reference(
     np.random.seed(seed)
     num_heads, num_kv_heads = heads
     batch = random_batch(lengths, num_kv_heads, head_dim, block_size)
-    cache = torch.randn(NUM_BLOCKS, 2 * num_kv_heads, block_size, head_dim)
+    cache = random_cache(dtype, num_kv_heads, block_size, head_dim)
     query = torch.randn(int(batch.query_start_loc[-1]), num_heads + 1, head_dim)[:, :num_heads]
     device = torch.device("cpu")
     extras = {
@@ -73,8 +87,9 @@ def test_attention_equals_the_reference(
         "soft_cap": soft_cap,
     }
     plan = reference.plan_attention(batch, window, torch.float32, device)
-    expected = reference.paged_attention(query, cache, plan, head_dim**-0.5, **extras)
-    own_plan = native.plan_attention(batch, window, torch.float32, device)
+    expected = reference.paged_attention(query, storage.decode(cache), plan, head_dim**-0.5, **extras)
+    own = native.plan_invariant_attention if is_invariant else native.plan_attention
+    own_plan = own(batch, window, torch.float32, device)
     actual = native.paged_attention(query, cache, own_plan, head_dim**-0.5, **extras)
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
@@ -126,7 +141,8 @@ def test_bytes_beyond_a_sequence_do_not_matter() -> None:
 
 def test_unsupported_shapes_are_named() -> None:
     assert supports(64, 16, 3)
-    assert not supports(80 + 8, 16, 3)
+    assert supports(20, 16, 3)
+    assert not supports(528, 16, 3)
     assert not supports(64, 24, 3)
     assert not supports(64, 16, 64)
 

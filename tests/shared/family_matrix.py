@@ -156,6 +156,7 @@ def _cases() -> dict[str, Case]:
         cases[name] = Case(architecture, base)
         if name in _WITH_HEAD_DIM:
             cases[f"{name}, heads of 48"] = Case(architecture, {**base, "head_dim": 48})
+            cases[f"{name}, heads of 20"] = Case(architecture, {**base, "head_dim": 20})
         if name in _ONE_KV_HEAD:
             cases[f"{name}, one KV head"] = Case(architecture, base | _ONE_KV_HEAD[name])
         if name in _WINDOWS:

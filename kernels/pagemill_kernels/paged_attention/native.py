@@ -27,7 +27,7 @@ class NativePlan:
 
 def supports(head_dim: int, block_size: int, group: int) -> bool:
     """Whether the kernel supports a model. `group`: number of query heads that share a key/value head."""
-    return head_dim % 16 == 0 and head_dim <= MAX_HEAD_DIM and block_size % 16 == 0 and group <= MAX_GROUP
+    return head_dim <= MAX_HEAD_DIM and block_size % 16 == 0 and group <= MAX_GROUP
 
 
 def plan_attention(batch: AttentionBatch, sliding_window: int | None) -> NativePlan:

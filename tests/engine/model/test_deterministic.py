@@ -37,6 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         hidden_size=96,
         intermediate_size=160,
         num_attention_heads=6,
+        head_dim=12,
         initializer_range=0.3,
     )
 

@@ -1,4 +1,4 @@
-"""An engine's memory does not grow with the number of requests, also on the torch path (heads of 24 values).
+"""An engine's memory does not grow with the number of requests, on the torch path (blocks of 8 tokens).
 
 The test runs in a process of its own: it measures resident memory, and the caches of libraries are configured before
 they are loaded.
@@ -26,9 +26,11 @@ from pagemill_protocol.request.sampling import SamplingParams
 
 folder, num_requests, warm = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 config = EngineConfig(
-    model=folder, num_kv_blocks=1024, max_num_seqs=16, max_model_len=1024, max_num_batched_tokens=512
+    model=folder, block_size=8, num_kv_blocks=2048, max_num_seqs=16, max_model_len=1024, max_num_batched_tokens=512
 )
-core = EngineCore(config, create_runner(config, lambda *_: None))
+runner = create_runner(config, lambda *_: None)
+assert runner.info.compute.startswith("torch"), runner.info.compute
+core = EngineCore(config, runner)
 draw, process = random.Random(1), psutil.Process()
 added = finished = 0
 memory = {}

@@ -168,11 +168,25 @@ void softmax_row(float* scores, int64_t panels, int64_t position, int64_t start,
   row_sum += sum(total);
 }
 
+// The size that heads have in scratch memory; the values behind them are zero.
+int64_t padded(int64_t head_dim) { return (head_dim + kPanel - 1) / kPanel * kPanel; }
+
+const float* read_heads(int32_t type, const uint8_t* head, int64_t block_size, int64_t head_dim, int64_t first,
+                        int64_t count, float* buffer) {
+  const int64_t width = padded(head_dim);
+  if (width == head_dim) return read_tokens(type, head, block_size, head_dim, first, count, buffer);
+  for (int64_t t = 0; t < count; ++t, buffer += width) {
+    read_token(type, head, block_size, head_dim, first + t, buffer);
+    std::fill(buffer + head_dim, buffer + width, 0.0f);
+  }
+  return buffer - count * width;
+}
+
 bool bends(const AttentionArgs& args) { return args.soft_cap > 0 || args.alibi_slopes; }
 
 void attend(const AttentionArgs& args, const WorkItem& item, Scratch& scratch) {
   const int64_t head_dim = args.head_dim, group = args.num_heads / args.num_kv_heads;
-  const int64_t rows = item.num_tokens * group;
+  const int64_t width = padded(head_dim), rows = item.num_tokens * group;
   const int64_t query_start = args.query_start_loc[item.request];
   const int64_t num_new = args.query_start_loc[item.request + 1] - query_start;
   const int64_t first_position = args.seq_lens[item.request] - num_new + item.first_token;
@@ -187,11 +201,13 @@ void attend(const AttentionArgs& args, const WorkItem& item, Scratch& scratch) {
     for (int64_t g = 0; g < group; ++g) {
       const int64_t token = query_start + item.first_token + t, row = t * group + g;
       const float* from = args.query + token * args.query_stride + (item.kv_head * group + g) * head_dim;
-      for (int64_t d = 0; d < head_dim; d += kLanes) store(scratch.query + row * head_dim + d, load(from + d) * args.scale);
+      float* to = scratch.query + row * width;
+      for (int64_t d = 0; d < head_dim; ++d) to[d] = from[d] * args.scale;
+      std::fill(to + head_dim, to + width, 0.0f);
       scratch.row_max[row] = args.sinks ? args.sinks[item.kv_head * group + g] : kMinusInfinity;
       scratch.row_sum[row] = args.sinks ? 1.0f : 0.0f;
     }
-  std::fill_n(scratch.result, rows * head_dim, 0.0f);
+  std::fill_n(scratch.result, rows * width, 0.0f);
 
   for (int64_t start = window_start / kSpan * kSpan; start < end; start += kSpan) {
     // Tokens past the end were never written for this request: their weight is zero, and their bytes may be anything.
@@ -199,8 +215,8 @@ void attend(const AttentionArgs& args, const WorkItem& item, Scratch& scratch) {
     for (int64_t panel = 0; panel < panels; ++panel) {
       const Place place = place_of(args, table, cache, start + panel * kPanel);
       const float* keys =
-          read_tokens(args.cache_type, place.head, args.block_size, head_dim, place.first, kPanel, scratch.tokens);
-      score_all(scratch.query, rows, keys, head_dim, transpose, scratch.keys, scratch.scores + panel * kPanel);
+          read_heads(args.cache_type, place.head, args.block_size, head_dim, place.first, kPanel, scratch.tokens);
+      score_all(scratch.query, rows, keys, width, transpose, scratch.keys, scratch.scores + panel * kPanel);
     }
     for (int64_t row = 0; bends(args) && row < rows; ++row)
       bend(scratch.scores + row * kSpan, panels * kPanel, args.soft_cap,
@@ -208,21 +224,21 @@ void attend(const AttentionArgs& args, const WorkItem& item, Scratch& scratch) {
            start - first_position - row / group);
     for (int64_t row = 0; row < rows; ++row)
       softmax_row(scratch.scores + row * kSpan, panels, first_position + row / group, start, args.sliding_window,
-                  args.first_key, scratch.result + row * head_dim, head_dim, scratch.row_max[row], scratch.row_sum[row]);
+                  args.first_key, scratch.result + row * width, width, scratch.row_max[row], scratch.row_sum[row]);
     for (int64_t panel = 0; panel < panels; ++panel) {
       const Place place = place_of(args, table, cache, start + panel * kPanel);
       const int64_t count = std::min<int64_t>(kPanel, depth - panel * kPanel);
-      const float* values = read_tokens(args.cache_type, place.head + args.num_kv_heads * head_size, args.block_size,
-                                        head_dim, place.first, count, scratch.tokens);
-      add_all(scratch.scores + panel * kPanel, rows, values, count, head_dim, scratch.result);
+      const float* values = read_heads(args.cache_type, place.head + args.num_kv_heads * head_size, args.block_size,
+                                       head_dim, place.first, count, scratch.tokens);
+      add_all(scratch.scores + panel * kPanel, rows, values, count, width, scratch.result);
     }
   }
 
   for (int64_t row = 0; row < rows; ++row) {
     const int64_t token = query_start + item.first_token + row / group;
     float* out = args.out + (token * args.num_heads + item.kv_head * group + row % group) * head_dim;
-    const Floats inverse = splat(1.0f / scratch.row_sum[row]);
-    for (int64_t d = 0; d < head_dim; d += kLanes) store(out + d, load(scratch.result + row * head_dim + d) * inverse);
+    const float inverse = 1.0f / scratch.row_sum[row];
+    for (int64_t d = 0; d < head_dim; ++d) out[d] = scratch.result[row * width + d] * inverse;
   }
 }
 
@@ -231,12 +247,13 @@ void attend(const AttentionArgs& args, const WorkItem& item, Scratch& scratch) {
 
 using namespace pagemill;
 
-// head_dim: a multiple of 16, at most 512. block_size: a multiple of 16. num_heads / num_kv_heads: at most 48.
+// head_dim: at most 512. block_size: a multiple of 16. num_heads / num_kv_heads: at most 48.
 extern "C" void pagemill_paged_attention(const AttentionArgs* arguments) {
   const AttentionArgs& args = *arguments;
   const int64_t group = args.num_heads / args.num_kv_heads;
   const int64_t tile_tokens = kMaxRows / group;
-  const bool rounds = args.bfloat16 != 0 && !bends(args) && args.cache_type != kCacheFloat32 && has_bfloat16();
+  const bool rounds = args.bfloat16 != 0 && args.head_dim % kPanel == 0 && !bends(args) &&
+                      args.cache_type != kCacheFloat32 && has_bfloat16();
   std::vector<WorkItem> items;
   for (int64_t request = 0; request < args.num_requests; ++request) {
     const int64_t num_tokens = args.query_start_loc[request + 1] - args.query_start_loc[request];

@@ -37,6 +37,20 @@ inline const float* read_tokens(int32_t type, const uint8_t* head, int64_t block
   return buffer;
 }
 
+// Reads one token into `out`. head_dim: any.
+inline void read_token(int32_t type, const uint8_t* head, int64_t block_size, int64_t head_dim, int64_t token,
+                       float* out) {
+  if (type == kCacheFloat32) {
+    std::memcpy(out, head + token * head_dim * 4, head_dim * sizeof(float));
+  } else if (type == kCacheBfloat16) {
+    for (int64_t d = 0; d < head_dim; ++d)
+      out[d] = from_bfloat16(load_as<uint16_t>(head + (token * head_dim + d) * 2));
+  } else {
+    const float scale = load_as<float>(head + block_size * head_dim + token * 4);
+    for (int64_t d = 0; d < head_dim; ++d) out[d] = load_as<int8_t>(head + token * head_dim + d) * scale;
+  }
+}
+
 // Quantizes one token; the largest magnitude becomes 127. Values that are not finite make the scale so, and all
 // quantized values zero.
 inline void write_codes(const float* from, int64_t head_dim, uint8_t* codes, uint8_t* scale_at) {

@@ -84,6 +84,11 @@ inline Floats from_bfloat16(Halves halves) {
 #endif
 }
 
+inline float from_bfloat16(uint16_t half) {
+  const uint32_t bits = static_cast<uint32_t>(half) << 16;
+  return load_as<float>(&bits);
+}
+
 // Rounds to nearest, ties to even; NaN stays NaN.
 inline uint16_t to_bfloat16(float value) {
   uint32_t bits;
