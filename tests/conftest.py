@@ -3,8 +3,9 @@
 The interpreter is selected before anything imports Triton. The longest test files start first, and files that share
 servers run in one worker.
 
-Property tests draw a sample of their examples unless `--hypothesis-profile=full` is set; tests with the marker `sample`
-run with some of their parameters, and with all of them in `make test-full`.
+Property tests draw a sample of their examples, always the same, unless `--hypothesis-profile=full` is set, which draws
+others each time; tests with the marker `sample` run with some of their parameters, and with all of them in `make
+test-full`.
 
 Clients trust one certificate authority in place of the machine's 140, whose certificates each of them and each gateway
 would read in 30 ms. No test connects to a public server.
@@ -40,7 +41,7 @@ for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
         signal.signal(number, lambda *_: None)
 os.environ["SSL_CERT_FILE"] = str(Path(__file__).with_name("shared") / "authority.pem")
 
-settings.register_profile("sample", settings(), max_examples=15, deadline=None)
+settings.register_profile("sample", settings(), max_examples=15, deadline=None, derandomize=True, database=None)
 settings.register_profile("full", settings(), max_examples=100, deadline=None)
 settings.register_profile("thorough", settings(), max_examples=5000, deadline=None)
 settings.load_profile("sample")

@@ -76,10 +76,14 @@ def test_a_request_makes_no_more_allocations_than_its_budget() -> None:
 
 
 def test_a_plain_stream_needs_one_task_and_one_write_per_event() -> None:
-    traces = run(lambda around, bodies: trace(around, bodies[1]))
-    assert traces.num_tasks <= 1
+
+    async def traced(around: Any, bodies: Any) -> list[Traces]:
+        return [await trace(around, bodies[number]) for number in range(1, 6)]
+
+    traces = run(traced)
+    assert median(each.num_tasks for each in traces) <= 1
     # There are also the request to the engine, and the last event with the end of the body.
-    assert traces.num_writes <= NUM_TOKENS + 2
+    assert median(each.num_writes for each in traces) <= NUM_TOKENS + 2
 
 
 def test_a_stream_uses_little_memory_and_leaves_no_garbage_cycles() -> None:
@@ -89,5 +93,5 @@ def test_a_stream_uses_little_memory_and_leaves_no_garbage_cycles() -> None:
         return [await trace(around, bodies[number]) for number in range(1, 6)]
 
     traces = run(traced)
-    assert [each.num_left_to_collector for each in traces] == [0] * 5
+    assert median(each.num_left_to_collector for each in traces) == 0
     assert min(each.num_blocks_held for each in traces) <= MAX_BLOCKS_HELD

@@ -16,6 +16,7 @@ from routers import stage
 from routers.busy import Busy, Habit
 from routers.pod import FRAME_INTERVAL_S, Kind, Pod
 from routers.stage import Cores
+from waiting import START_LIMIT_S
 
 from pagemill_gateway.brain.placement.prefix_index import PrefixIndex
 from pagemill_protocol.frames import StateDecoder
@@ -125,6 +126,7 @@ def test_a_restarted_gateway_knows_all_pods_again(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(stage, "FOLDER", tmp_path)
     monkeypatch.setattr(gateway_pods, "FOLDER", tmp_path)
     monkeypatch.setattr(gateway_pods, "SETTLE_S", 0.1)
+    monkeypatch.setattr(gateway_pods, "START_TIMEOUT_S", START_LIMIT_S)
     monkeypatch.setattr(gateway_pods, "cores", lambda: Cores(0, [0]))
     found = measure(SIZE, SIZE.num_distinct, busy_options(SIZE))
     [restart] = found["restarts"]

@@ -10,6 +10,7 @@ from local_scaling import COLUMNS, Outcome, Served, Watch, deployment, row, run,
 
 from pagemill.why.replaying import decide_again
 from pagemill_operator.autoscaler.records import decode_record, encode_record
+from pagemill_protocol.report.load import QueueLoad
 
 SLOW = ("maxNumSeqs: 8", "maxNumSeqs: 1")
 """A simulated device that serves one request at a time, about five per second."""
@@ -47,8 +48,8 @@ def test_the_autoscalers_decisions_on_this_machine_are_recorded_and_can_be_repla
     assert [decide_again(each).decision for each in again] == [each.decision for each in records]
 
     ordered = next(each for each in records if each.decision.replicas > each.signals.fleet.wanted)
-    calm = msgspec.structs.replace(ordered.signals.arrivals, requests_per_s=0.01)
-    other = msgspec.structs.replace(ordered, signals=msgspec.structs.replace(ordered.signals, arrivals=calm))
+    calm = {"arrivals": msgspec.structs.replace(ordered.signals.arrivals, requests_per_s=0.01), "queue": QueueLoad()}
+    other = msgspec.structs.replace(ordered, signals=msgspec.structs.replace(ordered.signals, **calm))
     assert not decide_again(other).is_same, "other signals must give another decision"
 
     figures = simulated(traffic, records)

@@ -94,7 +94,7 @@ def gateway_before(url: str, control_url: str, **environment: str) -> Iterator[s
     finally:
         process.send_signal(signal.SIGTERM)
         process.stderr.read()
-        process.wait(30)
+        process.wait(WAIT_LIMIT_S)
         process.stderr.close()
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from s3_server import KEY, SECRET, CuttingProxy, S3Server, running_s3_server
-from waiting import START_LIMIT_S, wait_until
+from waiting import START_LIMIT_S, WAIT_LIMIT_S, wait_until
 
 from pagemill_models.sources import resolve_source
 from pagemill_operator.backends.local.ports import free_port
@@ -66,7 +66,7 @@ def test_a_model_of_a_bucket_is_served_and_downloaded_once(server: S3Server, tmp
 def _is_ready(control_port: int, process: subprocess.Popen[bytes]) -> bool:
     assert process.poll() is None, "the server exited"
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{control_port}/readyz", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{control_port}/readyz", timeout=WAIT_LIMIT_S) as answer:
             return bool(answer.status == 200)
     except OSError:
         return False

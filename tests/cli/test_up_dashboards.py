@@ -157,7 +157,14 @@ def test_a_real_prometheus_scrapes_all_processes_and_ends_with_them(
             process.send_signal(signal.SIGTERM)
             process.stdout.read()
             process.wait(WAIT_LIMIT_S)
-    assert any(child.name() == "prometheus" for child in children if child.is_running()) is False
+    wait_until(lambda: not any(map(_is_prometheus, children)))
+
+
+def _is_prometheus(process: psutil.Process) -> bool:
+    try:
+        return process.name() == "prometheus" and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def assert_everything_is_recorded(server: Prometheus) -> None:

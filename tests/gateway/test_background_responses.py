@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from response_answers import answers, prompt_of
+from waiting import WAIT_LIMIT_S
 
 from pagemill_gateway.config import StoredResponsesConfig
 from pagemill_gateway.routes.stored import background
@@ -28,7 +29,7 @@ async def read(gateway: Any, response_id: str, suffix: str = "", headers: Any = 
 
 
 async def ended(gateway: Any, response_id: str, headers: Any = None) -> Any:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WAIT_LIMIT_S):
         while True:
             _, found = await read(gateway, response_id, headers=headers)
             if found["status"] not in ("queued", "in_progress"):

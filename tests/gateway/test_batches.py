@@ -137,7 +137,8 @@ async def test_a_cancelled_batch_keeps_its_results(engines, gateways, fake, tmp_
     engine.behaviours.extend([fake.says("done")] * 2)
     engine.behaviour = fake.hangs
     batch = await client.create([line(number) for number in range(30)])
-    await fake.until(lambda: engine.num_inside > 0 and len(engine.requests) > 2)
+    await until(lambda: client.batch(batch), lambda found: found["request_counts"]["completed"] == 2)
+    await fake.until(lambda: engine.num_inside > 0)
     assert (await client.ask("POST", f"/v1/batches/{batch['id']}/cancel"))[1]["status"] in ("cancelling", "cancelled")
     batch = await client.ended(batch)
     assert (batch["status"], batch["request_counts"]) == ("cancelled", {"total": 30, "completed": 2, "failed": 28})
@@ -153,7 +154,7 @@ async def test_an_expired_batch_reports_each_remaining_line(engines, gateways, f
     client = client_of(gateway)
     engines[0].behaviours.append(fake.says("done"))
     engines[0].behaviour = fake.hangs
-    batch = await client.ended(await client.create([line(number) for number in range(9)], window="3s"))
+    batch = await client.ended(await client.create([line(number) for number in range(9)], window="6s"))
     assert (batch["status"], batch["request_counts"]) == ("expired", {"total": 9, "completed": 1, "failed": 8})
     assert {each["error"]["code"] for each in await client.results(batch["error_file_id"])} == {"batch_expired"}
 
@@ -367,6 +368,7 @@ async def test_a_restarted_gateway_continues_a_batch_and_repeats_no_finished_lin
         await until(lambda: client.batch(batch), lambda found: found["request_counts"]["completed"] == 5)
         first.process.kill()
         await asyncio.to_thread(first.stop)
+        await fake.until(lambda: engine.num_inside == 0)
         output = next(
             each for each in (tmp_path / "batches" / "content").iterdir() if b'"response"' in each.read_bytes()
         )
@@ -418,7 +420,7 @@ async def test_one_of_two_gateways_with_one_redis_runs_a_batch_and_the_other_tak
 
 
 async def test_a_gateway_without_its_lease_writes_nothing(server, monkeypatch) -> None:
-    monkeypatch.setattr("pagemill_gateway.batches.redis.LEASE_MS", 100)
+    monkeypatch.setattr("pagemill_gateway.batches.redis.LEASE_MS", 2000)
     store = RedisBatchStore(RedisConfig(url=server.url, prefix="leases"))
     lost = await store.lease("batch_1")
     assert lost is not None
@@ -430,7 +432,7 @@ async def test_a_gateway_without_its_lease_writes_nothing(server, monkeypatch) -
     await lost.release()
     with pytest.raises(LeaseLost):
         await lost.renew()
-    monkeypatch.setattr("pagemill_gateway.batches.redis.LEASE_MS", 10_000)
+    monkeypatch.setattr("pagemill_gateway.batches.redis.LEASE_MS", 100_000)
     await taken.renew()
     await store.append("file-1", b"c", taken)
     await store.put("batches", "a", "batch_1", b"{}", taken)

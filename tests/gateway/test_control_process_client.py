@@ -285,7 +285,7 @@ async def test_a_worker_that_ended_reserves_nothing_and_its_counters_remain(
                 await fake.until(lambda: reported._latest().num_requests == 1)
         waiting = asyncio.create_task(other.choose(TARGET, frozenset(), ASK, ticket=QueueTicket(priority=1)))
         assert (await waiting).endpoint_id == "a", "a waiting request must get the slot"
-        assert counted.num_held == 0
+        await fake.until(lambda: counted.num_held == 0)
         text = (await control.scrape("")).body.decode()
         assert 'requests_total{model="m",route="r",status="200"} 3.0' in text
         assert 'in_flight_requests{model="m"} 0.0' in text

@@ -141,7 +141,7 @@ def test_a_client_that_leaves_frees_the_engine(simulated: Cluster) -> None:
             model="smol", messages=QUESTION, max_tokens=900, stream=True, extra_body={"ignore_eos": True}
         )
         next(stream)
-        assert sum(endpoint["in_flight"] for endpoint in simulated.endpoints()) == 1
+        simulated.wait(lambda endpoints: sum(endpoint["in_flight"] for endpoint in endpoints) == 1)
         stream.close()
     simulated.wait(lambda endpoints: sum(endpoint["in_flight"] for endpoint in endpoints) == 0)
     simulated.wait(lambda endpoints: sum(endpoint["load"]["num_requests_running"] for endpoint in endpoints) == 0)

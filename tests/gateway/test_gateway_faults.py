@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import socket
+import time
 from types import SimpleNamespace
 
 import aiohttp
@@ -12,6 +13,7 @@ import msgspec
 import pytest
 
 from pagemill_api.openai import render
+from pagemill_gateway.admission import reservations
 from pagemill_protocol.errors import error_body, unavailable
 from pagemill_protocol.frames import encode_frame
 from pagemill_protocol.request.generate import FrameMeta
@@ -151,7 +153,8 @@ async def test_a_single_engine_that_failed_is_tried_again(engines, gateways, fak
     assert num_requests(engines) == [3, 0, 0]
 
 
-async def test_if_all_engines_stay_full_the_client_gets_retry_after(engines, gateways, fake) -> None:
+async def test_if_all_engines_stay_full_the_client_gets_retry_after(engines, gateways, fake, monkeypatch) -> None:
+    monkeypatch.setattr(reservations, "BASE_PAUSE_S", 2.0)
     gateway = await gateways(*engines[:2], queue=QueueLimits(max_requests=9, max_bytes=10**6, timeout_s=0.2))
     for engine in engines[:2]:
         engine.behaviour = fake.refuses(503, retry_after="7")
@@ -161,6 +164,8 @@ async def test_if_all_engines_stay_full_the_client_gets_retry_after(engines, gat
     assert num_requests(engines) == [1, 1, 0], "a full engine must not be tried twice"
     engines[0].behaviour = fake.says("ok")
     engines[1].behaviour = fake.says("ok")
+    backoffs = [gateway.record(engine).refusal_backoff for engine in engines[:2]]
+    await fake.until(lambda: all(each.allows(0, time.monotonic()) for each in backoffs))
     assert (await gateway.chat()).text == "ok"
 
 
@@ -253,7 +258,7 @@ async def test_a_deadline_before_the_first_byte_is_a_504(engines, gateways, fake
     gateway = await gateways(engines[0])
     await gateway.chat()
     engines[0].behaviour = fake.hangs
-    reply = await gateway.chat(headers={"x-request-timeout-s": "0.3"})
+    reply = await gateway.chat(headers={"x-request-timeout-s": "1.5"})
     assert (reply.status, reply.error["code"]) == (504, "deadline_exceeded")
     await fake.until(lambda: engines[0].num_aborted == 1)
 
@@ -262,7 +267,7 @@ async def test_a_deadline_after_the_first_byte_is_an_error_event(engines, gatewa
     gateway = await gateways(engines[0])
     await gateway.chat()
     engines[0].behaviour = fake.says("a", "b", gate=asyncio.Event())
-    reply = await gateway.chat(stream=True, headers={"x-request-timeout-s": "0.5"})
+    reply = await gateway.chat(stream=True, headers={"x-request-timeout-s": "1.5"})
     assert reply.streamed_text == "a"
     assert reply.events[-1]["error"]["code"] == "deadline_exceeded"
 
@@ -295,7 +300,7 @@ async def test_an_engine_that_never_answers_the_request_is_abandoned(engines, ga
     async def swallows(engine, request, response, http) -> None:
         await asyncio.Event().wait()
 
-    gateway = await gateways(*engines[:2], accept_timeout_s=0.1)
+    gateway = await gateways(*engines[:2], accept_timeout_s=1.0)
     engines[0].behaviour = swallows
     for _ in range(2):
         assert (await gateway.chat()).text == "hello world"
@@ -423,4 +428,5 @@ async def test_a_hundred_clients_lose_nothing_when_an_engine_dies_and_returns(en
     await engines[0].start()
     await clients
     assert num_done == 240
-    assert all(record.in_flight == 0 for record in gateway.gateway.control.brain.registry.endpoints.values())
+    records = gateway.gateway.control.brain.registry.endpoints.values()
+    await fake.until(lambda: all(record.in_flight == 0 for record in records))

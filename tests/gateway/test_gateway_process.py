@@ -17,7 +17,7 @@ import aiohttp
 import msgspec
 import pytest
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-from waiting import WAIT_LIMIT_S, busy_factor, eventually
+from waiting import SOON_S, WAIT_LIMIT_S, eventually
 from websockets.asyncio.client import connect
 
 from pagemill_gateway import __main__ as gateway_main
@@ -279,7 +279,7 @@ async def test_streams_that_outlast_the_drain_end_with_an_error_event(engines, f
     assert await asyncio.wait_for(gateway.process.wait(), WAIT_LIMIT_S) == 0
 
 
-async def test_a_second_signal_ends_a_gateway_within_a_second_even_if_clients_do_not_read(engines, fake, start) -> None:
+async def test_a_second_signal_ends_a_gateway_at_once_even_if_clients_do_not_read(engines, fake, start) -> None:
     gateway = await start(catalog=fake.catalog_of(engines[0]), drain_delay_s=300, drain_timeout_s=300)
     engines[0].behaviour = fake.says("a", *["b" * 60_000] * 200, gate=None)
     body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "stream": True}
@@ -289,7 +289,7 @@ async def test_a_second_signal_ends_a_gateway_within_a_second_even_if_clients_do
         began_s = time.monotonic()
         gateway.process.send_signal(signal.SIGINT)
         assert await asyncio.wait_for(gateway.process.wait(), WAIT_LIMIT_S) == 0
-        assert time.monotonic() - began_s < busy_factor()
+        assert time.monotonic() - began_s < SOON_S, "not after the 300 s of the drain"
 
 
 async def test_during_the_drain_delay_new_requests_are_still_served(engines, fake, start) -> None:
@@ -363,7 +363,7 @@ async def test_an_idle_connection_is_closed_after_the_time_of_the_setting(start)
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(b"GET /livez HTTP/1.1\r\nHost: a\r\n\r\n")
     assert (await reader.readline()).startswith(b"HTTP/1.1 200")
-    async with asyncio.timeout(10):  # 75 s without the setting
+    async with asyncio.timeout(WAIT_LIMIT_S):  # 75 s without the setting
         await reader.read()
     writer.close()
 

@@ -11,7 +11,7 @@ from typing import Any
 import openai
 import pytest
 from load_stream import load_frames
-from waiting import busy_factor
+from waiting import SOON_S
 
 from pagemill_protocol.report.load import QueueLoad
 from pagemill_protocol.resource.served import QueueLimits
@@ -129,7 +129,7 @@ async def test_a_client_that_does_not_stream_gets_nothing_while_it_waits(engines
 
 
 async def test_a_refusal_after_the_first_comment_is_an_error_event(engines, gateways, fake) -> None:
-    gateway = await one_slot(engines, gateways, keep_alive_interval_s=0.05, queue=limits(timeout_s=0.4))
+    gateway = await one_slot(engines, gateways, keep_alive_interval_s=0.02, queue=limits(timeout_s=1.5))
     _, release = await busy(gateway, engines[0], fake)
     reply = await gateway.chat(stream=True)
     assert reply.status == 200
@@ -141,7 +141,7 @@ async def test_a_refusal_after_the_first_comment_is_an_error_event(engines, gate
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_refusal_before_the_first_comment_has_its_own_status(engines, gateways, fake, stream) -> None:
-    gateway = await one_slot(engines, gateways, queue=limits(max_requests=1, timeout_s=1.0))
+    gateway = await one_slot(engines, gateways, queue=limits(max_requests=1, timeout_s=3.0))
     _, release = await busy(gateway, engines[0], fake)
     waiting = asyncio.create_task(gateway.chat(stream=stream))
     await fake.until(lambda: num_waiting(gateway) == 1)
@@ -177,7 +177,7 @@ async def test_a_client_that_leaves_the_queue_is_removed_at_once(engines, gatewa
         left_s = time.monotonic()
         waiting.cancel()
         await fake.until(lambda: num_waiting(gateway) == 0)
-        assert time.monotonic() - left_s < 0.1 * busy_factor()
+        assert time.monotonic() - left_s < SOON_S, "not after the queue's 60 s"
     release.set()
     await first
     await fake.until(lambda: gateway.record(engines[0]).in_flight == 0)
@@ -366,5 +366,5 @@ async def test_the_catalogue_sets_the_length_of_the_queue(engines, gateways, fak
     _, release = await busy(gateway, engines[0], fake)
     asked_at = time.monotonic()
     assert (await gateway.chat()).status == 429
-    assert time.monotonic() - asked_at < 30, "the refusal must come at once, not after the timeout"
+    assert time.monotonic() - asked_at < SOON_S, "the refusal must come at once, not after the timeout"
     release.set()

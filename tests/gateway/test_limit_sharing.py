@@ -14,12 +14,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from limit_histories import limits, sequences_of, step
 from redis_server import RedisServer, redis_server
-from waiting import busy_factor, eventually
+from waiting import SOON_S, eventually
 
 from examples import num_examples
 from pagemill_gateway.config import RedisConfig
 from pagemill_gateway.limits.memory import MemoryStore
 from pagemill_gateway.limits.redis import link as redis_link
+from pagemill_gateway.limits.redis import shared_keys
 from pagemill_gateway.limits.redis import store as redis_store
 from pagemill_gateway.limits.redis.link import RedisLink
 from pagemill_gateway.limits.redis.shared_keys import SharedKeys
@@ -178,7 +179,7 @@ async def test_concurrency_reserved_at_one_gateway_is_free_for_the_other_when_se
 async def test_the_reservations_of_a_gateway_that_dies_expire(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(redis_store, "LEASE_S", 1)
+    monkeypatch.setattr(redis_store, "LEASE_S", 4)
     monkeypatch.setattr(redis_store, "RENEW_S", 0.1)
     limits = Limits(concurrency=2)
     prefix = next(prefixes)
@@ -352,7 +353,7 @@ async def test_without_redis_reservations_grow_within_the_share(own_server: Redi
 
 async def test_growth_without_redis_is_charged_when_it_returns(own_server: RedisServer) -> None:
     limits = Limits(tokens_per_day=1000)
-    async with stores(own_server, 1, timeout_ms=200.0) as (store,):
+    async with stores(own_server, 1, timeout_ms=1000.0) as (store,):
         asked = ask(limits, 100)
         await store.reserve(asked)
         own_server.freeze()
@@ -415,6 +416,8 @@ async def test_keys_in_redis_are_accepted_and_stay_valid_without_it(
 
 
 async def test_changes_of_keys_in_redis_apply_within_a_second(own_server: RedisServer) -> None:
+    """On an idle machine: they are read twice a second, and the reading takes milliseconds."""
+    assert shared_keys.READ_INTERVAL_S <= 0.5
     ring = KeyRing([], shared=True)
     async with stores(own_server, 1, prefix="p") as (store,):
         keys = SharedKeys(store._link, ring.replace_shared)
@@ -425,7 +428,7 @@ async def test_changes_of_keys_in_redis_apply_within_a_second(own_server: RedisS
         own_server.command("HSET", "p:keys", hash_key("new"), "")
         own_server.command("HDEL", "p:keys", hash_key("old"))
         await eventually(lambda: knows(ring, "new") and not knows(ring, "old"))
-        assert time.monotonic() - began_s < busy_factor()
+        assert time.monotonic() - began_s < SOON_S
         await keys.close()
 
 

@@ -76,6 +76,11 @@ class Place:
         release.set()
         assert await first == "completed"
 
+    async def in_use(self) -> None:
+        """Wait for the end of the engine's ejection."""
+        reader, record = self.gateway.gateway.control.brain.reader, self.gateway.record(self.engine)
+        await eventually(lambda: reader.phase(record) == "ready")
+
     async def samples(self) -> Counter[Outcome]:
         """Return how many requests ended with each outcome, by the metrics."""
         found: dict[str, Counter[Outcome]] = {REQUESTS: Counter(), ENDED: Counter()}
@@ -87,6 +92,15 @@ class Place:
                     found[metric][name] += int(float(each.rpartition(" ")[2]))
         assert found[REQUESTS] == +found[ENDED]
         return found[REQUESTS]
+
+    async def samples_of(self, num_requests: int) -> Counter[Outcome]:
+        """Return `samples` once so many requests are counted, which may be a moment after their clients' ends."""
+
+        async def found() -> Counter[Outcome] | None:
+            samples = await self.samples()
+            return samples if samples.total() >= num_requests else None
+
+        return Counter(await eventually(found))
 
 
 async def completes(place: Place) -> list[Outcome]:
@@ -122,7 +136,9 @@ async def waits_in_vain(place: Place) -> list[Outcome]:
 async def has_a_deadline(place: Place) -> list[Outcome]:
     place.engine.behaviours += [place.fake.says("a", "b", gate=asyncio.Event()) for _ in range(2)]
     headers = {"x-request-timeout-s": "0.05"}
-    return [await place.ask(stream=True, headers=headers), await place.ask(stream=False, headers=headers)]
+    found = [await place.ask(stream=True, headers=headers), await place.ask(stream=False, headers=headers)]
+    place.engine.behaviours.clear()  # a request whose time was over before it was sent has used none
+    return found
 
 
 async def meets_a_broken_engine(place: Place) -> list[Outcome]:
@@ -131,7 +147,7 @@ async def meets_a_broken_engine(place: Place) -> list[Outcome]:
         place.engine.behaviour = place.fake.sends(b"garbage")
         found.append(await place.ask(stream=stream))
         place.engine.behaviour = place.fake.says("hello", " world")
-        await asyncio.sleep(0.25)  # the ejection's length
+        await place.in_use()
     return found
 
 
@@ -140,15 +156,17 @@ async def loses_its_engine_in_mid_answer(place: Place) -> list[Outcome]:
     place.engine.behaviour = place.fake.sends(b"garbage")
     found = await place.ask(stream=True)
     place.engine.behaviour = place.fake.says("hello", " world")
-    await asyncio.sleep(0.25)
+    await place.in_use()
     return [found]
 
 
 async def leaves(place: Place) -> list[Outcome]:
     place.engine.behaviours.append(place.fake.says("a", "b", gate=asyncio.Event()))
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.1):
-            await place.ask(stream=False)
+    num_before = len(place.engine.requests)
+    asking = asyncio.create_task(place.ask(stream=False))
+    await eventually(lambda: len(place.engine.requests) > num_before)
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
     await eventually(lambda: place.gateway.record(place.engine).in_flight == 0)
     return ["client_left"]
 
@@ -171,7 +189,7 @@ async def place_of(engines: Any, gateways: Any, fake: Any) -> Place:
         api_keys=KEYS,
         keep_alive_interval_s=0.02,
         max_body_bytes=60_000,
-        queue=QueueLimits(max_requests=1, max_bytes=10**8, timeout_s=0.15),
+        queue=QueueLimits(max_requests=1, max_bytes=10**8, timeout_s=0.5),
     )
     return Place(gateway, engines[0], fake)
 
@@ -187,9 +205,9 @@ async def test_outcomes_are_the_clients_own_count(engines, gateways, fake, num_r
         way = ways.pop() if ways else random.choice(WAYS)
         expected += Counter(found := await way(place))
         if num_requests == 1:
-            assert await place.samples() == expected, (way.__name__, found)
+            assert await place.samples_of(expected.total()) == expected, (way.__name__, found)
     await eventually(lambda: len(_lines(caplog)) == expected.total())
-    assert await place.samples() == expected
+    assert await place.samples_of(expected.total()) == expected
     assert Counter(each["outcome"] for each in _lines(caplog)) == expected
     assert all(each.get("error") for each in _lines(caplog) if each["outcome"] not in ("completed", "client_left"))
     assert {each["model"] for each in _lines(caplog)} == {"tiny", "unknown"}
@@ -199,21 +217,25 @@ def _lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
     return [json.loads(each.message) for each in caplog.records if each.name == "pagemill.gateway.access"]
 
 
+def _lines_of(caplog: pytest.LogCaptureFixture, route: str) -> list[dict[str, Any]]:
+    return [each for each in _lines(caplog) if each["route"] == route]
+
+
 @pytest.mark.usefixtures("reporting_engines", "quick_batches")
 async def test_a_line_whose_owner_cancels_the_batch_is_a_client_that_left(
     engines, gateways, fake, caplog, tmp_path: Path
 ) -> None:
+    engines[0].max_num_seqs, engines[0].behaviour = 64, fake.says("a", "b", gate=asyncio.Event())
     gateway = await gateways(engines[0], **kept_in(tmp_path))
-    engines[0].behaviour = fake.says("a", "b", gate=asyncio.Event())
     client = client_of(gateway)
     batch = await client.create([line(number) for number in range(3)])
-    await eventually(lambda: engines[0].num_inside > 0)
-    num_begun = engines[0].num_inside
+    await eventually(lambda: engines[0].num_inside == 3)
     with caplog.at_level("INFO", logger="pagemill.gateway.access"):
         await client.ask("POST", f"/v1/batches/{batch['id']}/cancel")
         assert (await client.ended(batch))["status"] == "cancelled"
-    lines = [each for each in _lines(caplog) if each["route"] == "/v1/chat/completions"]
-    assert [(each["status"], each["outcome"]) for each in lines] == [(499, "client_left")] * num_begun
+        await eventually(lambda: len(_lines_of(caplog, "/v1/chat/completions")) == 3)
+    lines = _lines_of(caplog, "/v1/chat/completions")
+    assert [(each["status"], each["outcome"]) for each in lines] == [(499, "client_left")] * 3
 
 
 async def test_attempts_at_a_killed_engine_reach_a_scrape(engines, gateways, fake) -> None:
@@ -391,8 +413,8 @@ async def test_an_error_before_routing_has_its_reason_in_log_and_metrics(
     ) as response:
         assert response.status == status
         shown = (await response.json())["error"]
-    await eventually(lambda: caplog.records)
-    logged = json.loads(caplog.records[-1].getMessage())
+    await eventually(lambda: _lines(caplog))
+    logged = _lines(caplog)[-1]
     reason = shown["code"] or shown["type"]
     assert (logged["status"], logged["outcome"], logged["error"], logged["model"]) == (
         status,
@@ -432,8 +454,8 @@ async def test_a_slow_body_and_a_full_body_budget_have_their_reasons(
     sending = [asyncio.create_task(send()) for _ in range(2)]
     done, others = await asyncio.wait(sending, timeout=WAIT_LIMIT_S, return_when=asyncio.FIRST_COMPLETED)
     assert {each.result() for each in done} == {status}
-    await eventually(lambda: caplog.records)
-    logged = json.loads(caplog.records[0].getMessage())
+    await eventually(lambda: _lines(caplog))
+    logged = _lines(caplog)[0]
     assert (logged["status"], logged["outcome"]) == (status, outcome)
     assert logged["error"]
     assert not logged["error"].isdigit()

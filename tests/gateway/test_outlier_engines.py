@@ -84,7 +84,7 @@ async def asked(gateway, engines, number: int, ends: Ends | None = None) -> list
 @pytest.mark.layouts
 async def test_an_engine_far_slower_than_its_siblings_is_ejected_and_readmitted(engines, gateways, fake) -> None:
     catalog = fake.catalog_of(*engines, routing_policy="RoundRobin")
-    gateway = await gateways(*engines, catalog=catalog, ejection_base_s=0.3, **CALM)
+    gateway = await gateways(*engines, catalog=catalog, ejection_base_s=4.0, **CALM)
     slow = engines[0]
     siblings = Ends(2 * NUM_STREAMS)
     for engine in engines:
@@ -104,7 +104,7 @@ async def test_an_engine_far_slower_than_its_siblings_is_ejected_and_readmitted(
 async def test_an_engine_whose_answers_become_garbage_is_ejected_and_readmitted(engines, gateways, fake) -> None:
     """No client notices: other engines continue its answers."""
     catalog = fake.catalog_of(*engines, routing_policy="RoundRobin")
-    gateway = await gateways(*engines, catalog=catalog, ejection_base_s=1.0, **CALM)
+    gateway = await gateways(*engines, catalog=catalog, ejection_base_s=4.0, **CALM)
     bad = engines[0]
     for engine in engines:
         engine.behaviour = garbage_in_mid_answer(fake) if engine is bad else fake.says(*PIECES)

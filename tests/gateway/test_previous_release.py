@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 import openai
 import pytest
-from previous_release import TODAY, Release, previous_release  # noqa: F401 - a fixture
+from previous_release import TODAY, Program, Release, previous_release  # noqa: F401 - a fixture
 from prometheus_client.parser import text_string_to_metric_families
 from real_cluster import MODEL, TOKEN, Server, endpoint_of, fetch
 from waiting import WAIT_LIMIT_S, eventually, wait_until
@@ -36,6 +36,7 @@ PUT_CATALOG = """
 import sys, urllib.request, msgspec
 from pagemill_protocol.catalog import Catalog
 from pagemill_protocol.versions import protocol_headers
+print("ready", flush=True)
 catalog = msgspec.json.decode(sys.stdin.buffer.read(), type=Catalog)
 headers = {"Authorization": f"Bearer {sys.argv[2]}", "Content-Type": "application/json", **protocol_headers()}
 body = msgspec.json.encode(catalog)
@@ -96,11 +97,18 @@ class Gateway:
         listening = server.event("listening")
         self.url, self.control_url = listening["url"], listening["control_url"]
 
-    def serve(self, *engines: Server) -> None:
+    def prepare(self) -> Program:
+        """Start the program that sends a catalogue, which imports its packages meanwhile."""
+        program = self._operator.begin(PUT_CATALOG, self.control_url, TOKEN)
+        assert program.process.stdout is not None
+        assert program.process.stdout.readline() == b"ready\n"
+        return program
+
+    def serve(self, *engines: Server, prepared: Program | None = None) -> None:
         """Wait until the gateway uses all of the engines."""
         endpoints = [endpoint_of(engine) for engine in engines]
         catalog = Catalog(models=[CatalogModel(deployment="d", name=NAME, engine_token=TOKEN, endpoints=endpoints)])
-        put = self._operator.run(PUT_CATALOG, self.control_url, TOKEN, stdin=msgspec.json.encode(catalog))
+        put = (prepared or self.prepare()).end(msgspec.json.encode(catalog))
         assert json.loads(put) == {"models": 1, "endpoints": len(engines)}
         ready = dict.fromkeys((engine.name for engine in engines), "ready")
         wait_until(lambda: self.phases() == ready, progress=self.phases)
@@ -143,7 +151,10 @@ def platform(tmp_path_factory: pytest.TempPathFactory, previous_release: Release
         "engine": {**engine, "step_time": step_time},
         "server": {"port": 0, "control_port": 0, "internal_token": TOKEN},
     }
-    gateway_settings = {"port": 0, "control_port": 0, "control_token": TOKEN}
+    # So that no engine that waits for a processor counts as silent: each stream migrates once, from the killed engine.
+    names = ("silence_timeout_s", "stall_timeout_s", "freeze_timeout_s", "state_stale_after_s")
+    patient = dict.fromkeys(names, WAIT_LIMIT_S)
+    gateway_settings = {"port": 0, "control_port": 0, "control_token": TOKEN, **patient}
     with contextlib.ExitStack() as stack:
 
         def start(release: Release, module: str, name: str, settings: dict[str, Any]) -> Server:
@@ -255,8 +266,9 @@ async def test_a_rolling_upgrade_of_engines_and_gateway_loses_no_stream(platform
     expected = await Streams(old_gateway).texts()
     assert len(set(expected)) == NUM_STREAMS
 
+    prepared = await asyncio.to_thread(old_gateway.prepare)  # so that little time passes while the streams run
     streams = await Streams(old_gateway).begun()
-    await asyncio.to_thread(old_gateway.serve, old_engine, new_engine)
+    await asyncio.to_thread(old_gateway.serve, old_engine, new_engine, prepared=prepared)
     old_engine.kill()
     assert await streams.texts() == expected, (
         "a stream must migrate from the old engine to the new one behind the old gateway"
@@ -270,8 +282,9 @@ async def test_a_rolling_upgrade_of_engines_and_gateway_loses_no_stream(platform
     assert await old_gateway.ended() == 0
     assert await staying.texts() == expected
 
+    prepared = await asyncio.to_thread(new_gateway.prepare)
     streams = await Streams(new_gateway).begun()
-    await asyncio.to_thread(new_gateway.serve, new_engine, late_engine)
+    await asyncio.to_thread(new_gateway.serve, new_engine, late_engine, prepared=prepared)
     new_engine.kill()
     assert await streams.texts() == expected, (
         "a stream must migrate from the new engine to the old one behind the new gateway"

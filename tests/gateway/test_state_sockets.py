@@ -13,7 +13,7 @@ from waiting import WAIT_LIMIT_S, eventually
 from pagemill_gateway.discovery import state_sockets
 from pagemill_gateway.discovery.state_sockets import SocketTransport, StateSockets
 
-LONG_S = 0.2
+LONG_S = 1.0
 """An interval that is long compared with everything else in the test."""
 
 

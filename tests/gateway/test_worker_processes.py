@@ -18,7 +18,7 @@ import msgspec
 import psutil
 import pytest
 from hung_processes import hang
-from waiting import START_LIMIT_S, WAIT_LIMIT_S, busy_factor, eventually, find_event
+from waiting import SOON_S, START_LIMIT_S, WAIT_LIMIT_S, eventually, find_event
 
 from pagemill_gateway.config import GatewayConfig
 from pagemill_protocol.versions import protocol_headers
@@ -193,10 +193,10 @@ async def test_two_workers_serve_one_port_with_common_counts_and_finish_their_re
         engine.behaviour = fake.says("a", "b", gate=gate)
     by_worker = await streams_on_both(family)
     num_streams = sum(map(len, by_worker.values()))
-    status = await family.status()
-    assert (status["num_requests"], status["workers"]) == (num_streams, 2)
-    assert await family.in_flight() == num_streams
-    assert await family.metric("pagemill_gateway_in_flight_requests{") == num_streams
+    # The end of the first request may be counted a moment after its client has read the answer.
+    await until(family.status, lambda status: (status["num_requests"], status["workers"]) == (num_streams, 2))
+    await until(family.in_flight, lambda count: count == num_streams)
+    await until(lambda: family.metric("pagemill_gateway_in_flight_requests{"), lambda found: found == num_streams)
     family.process.send_signal(signal.SIGTERM)
     await until(family.is_ready, lambda ready: not ready)
     await until(family.refuses_connections)
@@ -242,7 +242,8 @@ async def test_a_killed_worker_fails_only_its_own_requests(engines, fake, start)
     assert {await stream.text() for stream in kept} == {"ab"}
     await until(family.in_flight, lambda count: count == 0)
     assert await family.metric("pagemill_gateway_time_to_first_token_seconds_count") == len(kept)
-    assert await family.metric("pagemill_gateway_workers_lost_total") == 1
+    # The control process counts it when its connection ends, and the supervisor starts the next one.
+    await until(lambda: family.metric("pagemill_gateway_workers_lost_total"), lambda lost: lost == 1)
     await until(family.status, lambda status: status["workers"] == 2)
     assert await family.chat() == 200
 
@@ -332,7 +333,7 @@ async def test_when_the_brain_is_killed_streams_continue_and_requests_wait_for_t
     await family.ready()
     assert await family.metric("pagemill_gateway_control_process_restarts_total") == 1
     assert await family.metric("pagemill_gateway_requests_total{") >= 4, "workers must still know their reservations"
-    assert await family.in_flight() == 0
+    await until(family.in_flight, lambda count: count == 0)
 
 
 async def test_a_second_signal_reaches_all_processes_and_ends_streams_with_an_error(engines, fake, start) -> None:
@@ -353,7 +354,7 @@ async def test_a_second_signal_reaches_all_processes_and_ends_streams_with_an_er
         assert b"shutting down" in raw
         assert b"[DONE]" not in raw
     assert await asyncio.wait_for(family.process.wait(), WAIT_LIMIT_S) == 0
-    assert time.monotonic() - began_s < busy_factor()
+    assert time.monotonic() - began_s < SOON_S, "not after the 300 s of the drain"
 
 
 async def test_no_process_outlives_the_supervisor(start) -> None:

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from server_processes import HttpServer, read_answer, read_to_end
+from waiting import WAIT_LIMIT_S
 
 from pagemill_servers.connection import MAX_HEADERS
 from pagemill_servers.connection_limits import MAX_CONTROL_CONNECTIONS
@@ -27,7 +28,7 @@ def url_of(http_server: HttpServer, port: str) -> str:
 
 def connect(url: str) -> socket.socket:
     parts = urlsplit(url)
-    return socket.create_connection((parts.hostname, parts.port), timeout=30.0)
+    return socket.create_connection((parts.hostname, parts.port), timeout=WAIT_LIMIT_S)
 
 
 @contextlib.contextmanager

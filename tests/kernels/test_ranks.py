@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from rank_threads import together
 from tcp_ranks import tcp_groups
+from waiting import SOON_S, wait_until
 
 from pagemill_kernels.cpu import library
 from pagemill_kernels.ranks.group import GroupAborted
@@ -138,7 +139,6 @@ def test_values_are_sent_in_order(groups_of: Groups, kind: str) -> None:
 def test_the_time_of_a_rank_is_without_its_waits(groups_of: Groups, kind: str, exchange: str) -> None:
     """Rank 1 computes for a while in each round; rank 0 computes nothing and waits for it."""
     values, rounds, least_s = np.linspace(0, 1, 300_000), 8, 0.1
-    groups = groups_of(kind, 2, members=1 if exchange == "stages" else 2)
 
     def run(group: Any) -> None:
         own = np.ones(4, dtype=np.float32)
@@ -154,15 +154,16 @@ def test_the_time_of_a_rank_is_without_its_waits(groups_of: Groups, kind: str, e
                 group.receive(own, 1)
             group.add_computed(time.monotonic() - began - (group.waited_s - waited), 1)
 
-    together(groups, run)
-    deadline = time.monotonic() + 60
-    while any(each.steps < rounds for each in groups[0].computed()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    quick, slow = groups[0].computed()
-    assert quick.steps == slow.steps == rounds
-    assert slow.seconds >= rounds * least_s
-    assert 0 < 2 * quick.seconds < slow.seconds
+    ratios: list[float] = []
+    while len(ratios) < 5 and min(ratios, default=1.0) >= 0.5:  # rank 0 may wait for a processor on a busy machine
+        groups = groups_of(kind, 2, members=1 if exchange == "stages" else 2)
+        together(groups, run)
+        wait_until(lambda: all(each.steps >= rounds for each in groups[0].computed()))  # noqa: B023
+        quick, slow = groups[0].computed()
+        assert quick.steps == slow.steps == rounds
+        assert slow.seconds >= rounds * least_s
+        ratios.append(quick.seconds / slow.seconds)
+    assert 0 < min(ratios) < 0.5
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -178,7 +179,7 @@ def test_an_abort_wakes_every_rank_with_the_first_reason(groups_of: Groups, kind
     for error in together(groups_of(kind, 3), run):
         assert isinstance(error, GroupAborted)
         assert str(error) == "rank 2: out of memory"
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < SOON_S
 
 
 @pytest.mark.parametrize("kind", BETWEEN_PROCESSES)
@@ -189,22 +190,22 @@ def test_a_rank_that_does_not_come_is_named_with_step_and_cut(groups_of: Groups,
         if group.rank != 1:
             group.all_reduce(np.ones(4, dtype=np.float32))
 
-    first, second, third = together(groups_of(kind, 3, stuck_seconds=0.3), run)
+    first, second, third = together(groups_of(kind, 3, stuck_seconds=1.5), run)
     assert second is None
     for error in (first, third):
-        assert str(error).startswith("rank 1 has not reached a sum outside of the layers of step 7 within 0.3 s")
+        assert str(error).startswith("rank 1 has not reached a sum outside of the layers of step 7 within 1.5 s")
 
 
 @pytest.mark.parametrize("kind", BETWEEN_PROCESSES)
 def test_a_rank_that_waited_for_a_slow_one_has_its_own_time_from_then_on(groups_of: Groups, kind: str) -> None:
     """The first of three stages waits for a rank for longer than it may; no rank is at one place for so long."""
-    stuck_seconds, values = 0.6, np.ones(4, dtype=np.float32)
+    stuck_seconds, values = 2.0, np.ones(4, dtype=np.float32)
 
     def run(group: Any) -> None:
         if group.rank == 2:
-            for _ in range(12):
+            for _ in range(10):
                 group.come_to(PLAN)
-                time.sleep(0.1)
+                time.sleep(0.3)
             group.send(values, 1)
         elif group.rank == 1:
             group.receive(values.copy(), 2)

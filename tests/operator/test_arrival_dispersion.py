@@ -5,11 +5,10 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from examples import num_examples
 from pagemill_operator.autoscaler.memory import dispersion
+
+NUM_DRAWN = 500
 
 
 def poisson(source: random.Random, mean: float) -> int:
@@ -19,11 +18,13 @@ def poisson(source: random.Random, mean: float) -> int:
     return number
 
 
-@settings(max_examples=num_examples(60), deadline=None)
-@given(st.integers(0, 10_000), st.floats(0.2, 200.0), st.integers(0, 60))
-def test_independent_arrivals_rarely_count_as_clusters(seed: int, mean: float, windows: int) -> None:
-    source = random.Random(seed)
-    assert dispersion([poisson(source, mean) for _ in range(windows)]) < 2.5
+def test_independent_arrivals_rarely_count_as_clusters() -> None:
+    source = random.Random(1)
+    found = []
+    for _ in range(NUM_DRAWN):
+        mean, windows = source.uniform(0.2, 200.0), source.randint(0, 60)
+        found.append(dispersion([poisson(source, mean) for _ in range(windows)]))
+    assert sum(each >= 2.5 for each in found) <= 0.01 * NUM_DRAWN, "by chance, in few windows"
 
 
 @pytest.mark.parametrize("size", [5, 15, 40])

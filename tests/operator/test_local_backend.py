@@ -179,7 +179,7 @@ async def test_a_port_in_use_is_reported_before_anything_starts(make_machine: Ca
 async def test_a_running_answer_ends_with_an_error_event_when_everything_stops(
     make_machine: Callable[..., Machine],
 ) -> None:
-    machine = make_machine(stop_timeout_s=2.0)
+    machine = make_machine(stop_timeout_s=8.0)
     await machine.backend.start()
     slow = ["--null-runner", "--num-kv-blocks=256", '--step-time={"knots_tokens": [1, 512], "knot_ms": [50, 50]}']
     plan = machine.plan(engine__extraArgs=slow)

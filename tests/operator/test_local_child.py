@@ -147,16 +147,16 @@ async def _gone(pid: int) -> None:
 
 
 async def test_a_log_stays_bounded_while_its_process_writes(tmp_path: Path) -> None:
-    log = tmp_path / "log"
+    log, may_end = tmp_path / "log", tmp_path / "may end"
     child = await start(
-        """
-        import sys
+        f"""
+        import time
+        from pathlib import Path
         for _ in range(1000):
             print("x" * 99, flush=True)
         print("half", flush=True)
-        sys.stdout.flush()
-        import time
-        time.sleep(0.3)
+        while not Path({str(may_end)!r}).exists():
+            time.sleep(0.01)
         print("end", flush=True)
         """,
         log,
@@ -165,6 +165,7 @@ async def test_a_log_stays_bounded_while_its_process_writes(tmp_path: Path) -> N
     child.bound_log(max_bytes=200_000)
     assert log.stat().st_size > 100_000
     child.bound_log(max_bytes=10_000)
+    may_end.touch()
     await child.wait()
     assert log.read_text() == "end\n"
     assert older(log).read_text().splitlines() == ["x" * 99] * 1000 + ["half"]

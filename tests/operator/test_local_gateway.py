@@ -13,7 +13,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 from aiohttp import web
-from waiting import WAIT_LIMIT_S
+from waiting import WAIT_LIMIT_S, eventually
 
 from pagemill_gateway.config import load_config
 from pagemill_operator.backends.base import Event
@@ -91,13 +91,14 @@ async def test_a_permanent_refusal_of_a_catalogue_is_reported_once_and_the_next_
     async with telling(control, tmp_path) as gateway:
         gateway.want(catalog("a"))
         await control.until_asked(1)
+        await eventually(lambda: control.events)
         assert not await gateway.informed(0.3)
         assert control.num_asked == 1
         (event,) = control.events
         assert event.warning
         assert event.message == "refused the new catalogue with 400 and serves the previous one: words"
         gateway.want(catalog("b"))
-        assert await gateway.informed(10)
+        assert await gateway.informed(WAIT_LIMIT_S)
         assert control.num_asked == 2
 
 
@@ -120,7 +121,7 @@ async def test_a_temporary_refusal_is_retried_and_reported_once(tmp_path: Path, 
     control = Control(status, status, status)
     async with telling(control, tmp_path) as gateway:
         gateway.want(catalog("a"))
-        assert await gateway.informed(10)
+        assert await gateway.informed(WAIT_LIMIT_S)
     assert control.num_asked == 4
     assert len(control.events) == 1
 
@@ -129,7 +130,7 @@ async def test_pauses_grow(tmp_path: Path) -> None:
     control = Control(500, 500, 500, 500)
     async with telling(control, tmp_path) as gateway:
         gateway.want(catalog("a"))
-        assert await gateway.informed(10)
+        assert await gateway.informed(WAIT_LIMIT_S)
     times_s = control.asked_at_s
     gaps_s = [later - earlier for earlier, later in itertools.pairwise(times_s)]
     assert all(gap_s >= 0.009 * 2**number for number, gap_s in enumerate(gaps_s)), gaps_s

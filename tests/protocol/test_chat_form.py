@@ -359,7 +359,9 @@ def test_the_cost_of_512_strict_tools_is_linear(monkeypatch: pytest.MonkeyPatch)
     generous = msgspec.structs.replace(check.LIMITS, cpu_limit_s=10.0, wall_limit_s=60.0)
     monkeypatch.setattr(check.CHECKS, "_limits", generous)
     took_s: dict[int, list[float]] = {128: [], 512: []}
-    for try_ in range(3):
+    for try_ in range(10):
+        if try_ >= 3 and min(took_s[512]) < 12 * min(took_s[128]):
+            break  # other processes use the machine at the other tries
         for number in took_s:
             schemas = {f"f{index}": {**WEATHER, "description": f"{try_} {index}"} for index in range(number)}
             strict = request(tools=tools(strict=True, **schemas))

@@ -18,7 +18,7 @@ from pagemill_models.sources import SourceError
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.tokenizer_bundle import TokenizerBundle
 
-LIMITS = ProcessLimits(cpu_limit_s=0.3, wall_limit_s=5.0, max_output_chars=100_000, memory_bytes=512 * 1024 * 1024)
+LIMITS = ProcessLimits(cpu_limit_s=0.3, wall_limit_s=60.0, max_output_chars=100_000, memory_bytes=512 * 1024 * 1024)
 HELLO = [{"role": "user", "content": "hello"}]
 
 CHATML = (

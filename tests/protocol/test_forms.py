@@ -139,7 +139,7 @@ def test_a_process_that_was_killed_while_idle_is_replaced() -> None:
 
 
 def test_compiling_has_a_time_limit_and_the_next_form_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = FormChecks(ProcessLimits(cpu_limit_s=0.1, wall_limit_s=5.0))
+    slow = FormChecks(ProcessLimits(cpu_limit_s=0.1, wall_limit_s=60.0))
     bomb = StructuredOutputs(json_schema='{"type": "integer", "multipleOf": 9973, "allOf": [{"multipleOf": 9967}]}')
     with pytest.raises(PagemillError, match="s to compile"):
         slow.check(bomb)

@@ -153,14 +153,14 @@ async def test_a_slow_reader_that_goes_on_reading_gets_a_long_answer() -> None:
     async def large(scope: Scope, receive: Receive, send: Send) -> None:
         await Response(b"x" * 2_000_000)(scope, receive, send)
 
-    async with serving(inner=large, write_timeout_s=0.4) as port, asyncio.timeout(WAIT_LIMIT_S):
+    async with serving(inner=large, write_timeout_s=1.5) as port, asyncio.timeout(WAIT_LIMIT_S):
         client = await connected(port, 32_768)
         loop, num_bytes = asyncio.get_running_loop(), 0
         await loop.sock_sendall(client, GET)
         with contextlib.closing(client):
             while num_bytes < 2_000_000:
                 num_bytes += len(await loop.sock_recv(client, 65_536))
-                await asyncio.sleep(0.005)
+                await asyncio.sleep(0.04)
 
 
 @pytest.mark.parametrize(("num_headers", "status"), [(100, 200), (101, 431)])

@@ -68,7 +68,7 @@ def make_app() -> Starlette:
 @pytest.fixture
 async def client() -> AsyncIterator[httpx2.AsyncClient]:
     app = request_middleware.RequestMiddleware(
-        make_app(), max_body_bytes=1000, max_header_bytes=2000, body_timeout_s=0.2
+        make_app(), max_body_bytes=1000, max_header_bytes=2000, body_timeout_s=WAIT_LIMIT_S
     )
     transport = httpx2.ASGITransport(app=app, raise_app_exceptions=False)
     async with httpx2.AsyncClient(transport=transport, base_url="http://test") as session:
@@ -226,7 +226,7 @@ def part(body: bytes, more: bool) -> Message:
 
 def bounded(**options: Any) -> request_middleware.RequestMiddleware:
     return request_middleware.RequestMiddleware(
-        make_app(), **{"max_body_bytes": 1000, "body_timeout_s": 0.05, **options}
+        make_app(), **{"max_body_bytes": 1000, "body_timeout_s": WAIT_LIMIT_S, **options}
     )
 
 
@@ -236,7 +236,7 @@ async def test_streams_pass_chunk_by_chunk_and_unchanged() -> None:
 
 
 async def test_a_body_that_does_not_arrive_in_time_is_refused() -> None:
-    sent = await call(bounded(), [part(b"x", True)], [(b"content-length", b"50")])
+    sent = await call(bounded(body_timeout_s=0.05), [part(b"x", True)], [(b"content-length", b"50")])
     assert sent[0]["status"] == 408
     assert orjson.loads(sent[1]["body"])["error"]["code"] == "timeout"
     assert header_of(sent, b"connection") == b"close"
@@ -248,7 +248,7 @@ async def test_single_bytes_do_not_extend_the_deadline() -> None:
             await asyncio.sleep(0.02)
             return part(b"x", True)
 
-        await bounded()(scope, slow, send)
+        await bounded(body_timeout_s=0.05)(scope, slow, send)
 
     sent = await call(dribble, [], [(b"transfer-encoding", b"chunked")])
     assert sent[0]["status"] == 408

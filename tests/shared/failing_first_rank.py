@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from failing_rank import VARIABLE, FailingGroup, Failure
+from failing_rank import STUCK_S, VARIABLE, FailingGroup, Failure
 from ranked_engine import LONG, Engine, prompts_of, rank_loader
 
 from pagemill_engine.executing.ranks.ranked import RanksLostError
@@ -19,7 +19,7 @@ def main() -> None:
     FailingGroup.failures = msgspec.json.decode(os.environ[VARIABLE], type=tuple[Failure, ...])
     load_ranks.SharedMemoryGroup = FailingGroup  # type: ignore[misc, attr-defined]
     with rank_loader() as load:
-        runner: Any = load(Path(sys.argv[1]), 3, stuck_seconds=0.5)
+        runner: Any = load(Path(sys.argv[1]), 3, stuck_seconds=STUCK_S)
         print(*runner._followers.ids, flush=True)
         engine = Engine(runner)
         engine.add(prompts_of(1), LONG)

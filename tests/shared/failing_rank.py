@@ -20,6 +20,8 @@ from pagemill_kernels.ranks.places import LOGITS, PLAN
 from pagemill_kernels.ranks.shared_memory import SharedMemoryGroup
 
 VARIABLE = "FAILING_RANK"
+STUCK_S = 3.0
+"""When a rank counts as stuck: longer than one waits for a processor on a busy machine."""
 
 
 class Failure(NamedTuple):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -15,6 +14,7 @@ from typing import Any
 
 import msgspec
 from ranked_engine import SETTINGS
+from waiting import START_LIMIT_S
 
 from pagemill_engine.config import EngineConfig, NodesConfig
 from pagemill_engine.executing.ranks.ranked import RankedRunner
@@ -24,16 +24,11 @@ from pagemill_engine.starting.nodes import NodeRankSettings, load_nodes
 from pagemill_engine.starting.preparing import ModelFiles
 from pagemill_kernels.cpu import launch
 from pagemill_models.spec.model_files import load_model_spec
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+from pagemill_operator.backends.local.ports import free_port
 
 
 def node_config(folder: Path, size: int, num_stages: int = 1, **more: Any) -> EngineConfig:
-    nodes = NodesConfig(count=more.pop("count", 2), address="127.0.0.1", port=free_port(), token="known", timeout_s=60)
+    nodes = NodesConfig(count=more.pop("count", 2), address="127.0.0.1", port=free_port(), token="known", timeout_s=180)
     parallel = {"tensor_parallel_size": size // num_stages, "pipeline_parallel_size": num_stages, "num_threads": size}
     return EngineConfig(model=str(folder), nodes=nodes, **SETTINGS | parallel | more)
 
@@ -68,7 +63,7 @@ class NodeProcess:
 
     def end(self) -> tuple[int, Any]:
         """Wait for its end. Returns the exit code and the termination message."""
-        code = self.process.wait(60)
+        code = self.process.wait(START_LIMIT_S)
         lines = self.said.read_text().splitlines()
         return code, json.loads(lines[-1]) if lines else None
 
@@ -85,7 +80,7 @@ class NodeThread:
 
     def join(self) -> BaseException | None:
         """Wait for its end. Returns what it has raised."""
-        self._thread.join(60)
+        self._thread.join(START_LIMIT_S)
         assert not self._thread.is_alive()
         return self.error
 

@@ -15,6 +15,7 @@ import tarfile
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -40,10 +41,31 @@ class Release:
 
     def run(self, program: str, *arguments: str, stdin: bytes = b"", timeout_s: float = 60.0) -> bytes:
         """Run a short program that imports this release's packages; return its output."""
+        return self.begin(program, *arguments).end(stdin, timeout_s=timeout_s)
+
+    def begin(self, program: str, *arguments: str) -> Program:
+        """Start a short program, which may import and then wait for its standard input."""
         command = [sys.executable, "-c", program, *arguments]
-        done = subprocess.run(command, env=self.environment, input=stdin, capture_output=True, timeout=timeout_s)
-        assert done.returncode == 0, f"{self.name}: {done.stderr.decode(errors='replace')}"
-        return done.stdout
+        pipe = subprocess.PIPE
+        return Program(self, subprocess.Popen(command, env=self.environment, stdin=pipe, stdout=pipe, stderr=pipe))
+
+
+class Program(NamedTuple):
+    """A short program that runs with the packages of a release."""
+
+    release: Release
+    process: subprocess.Popen[bytes]
+
+    def end(self, stdin: bytes = b"", *, timeout_s: float = 60.0) -> bytes:
+        """Give it its standard input; return its output."""
+        with self.process:
+            try:
+                output, errors = self.process.communicate(stdin, timeout_s)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                raise
+        assert self.process.returncode == 0, f"{self.release.name}: {errors.decode(errors='replace')}"
+        return output
 
 
 TODAY = Release("today")

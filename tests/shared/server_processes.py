@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import httpx2
 import psutil
 from hypothesis import HealthCheck, settings
-from waiting import START_LIMIT_S, busy_factor, event_in, wait_until
+from waiting import START_LIMIT_S, WAIT_LIMIT_S, busy_factor, event_in, wait_until
 
 from examples import num_examples
 
@@ -165,7 +165,7 @@ class HttpServer:
         self.client.close()
         self.process.terminate()
         try:
-            self.process.wait(20)
+            self.process.wait(WAIT_LIMIT_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()

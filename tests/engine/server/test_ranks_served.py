@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
@@ -15,7 +17,7 @@ import psutil
 import pytest
 from hung_processes import hang
 from light_model import light_model
-from waiting import WAIT_LIMIT_S, busy_factor, wait_until
+from waiting import SOON_S, WAIT_LIMIT_S, wait_until
 
 from pagemill_kernels.cpu import library
 
@@ -65,7 +67,18 @@ def ranks_of(server: Any) -> list[psutil.Process]:
 
 
 def shared_memory() -> set[str]:
-    return set(os.listdir("/dev/shm"))
+    """Return the names of shared memory that no process uses; other tests create and use some meanwhile."""
+    names = set(os.listdir("/dev/shm"))
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            names -= set(re.findall(r"/dev/shm/(\S+)$", maps.read_text(), re.MULTILINE))
+    return names
+
+
+def named_by(processes: list[psutil.Process]) -> set[str]:
+    """Return the names of shared memory that these processes use, and that are still there."""
+    maps = "".join(Path(f"/proc/{each.pid}/maps").read_text() for each in processes)
+    return set(re.findall(r"/dev/shm/(\S+)$", maps, re.MULTILINE))
 
 
 def is_gone(process: psutil.Process) -> bool:
@@ -116,8 +129,8 @@ def check_end(server: Any, message: str, named: str, before: set[str], ranks: li
     last = json.loads(server.stderr().strip().splitlines()[-1])
     assert last["reason"] == "RankLost"
     assert named in last["message"]
-    wait_until(lambda: all(map(is_gone, ranks)), limit_s=3 * busy_factor())
-    assert shared_memory() <= before
+    wait_until(lambda: all(map(is_gone, ranks)))
+    wait_until(lambda: shared_memory() <= before)
 
 
 @pytest.mark.model
@@ -125,7 +138,7 @@ def test_a_rank_that_ends_ends_answers_and_the_server_with_its_name(ranked_serve
     before, ranks = shared_memory(), ranks_of(ranked_server)
     assert len(ranks) == 2
     message, took = end_of_stream(ranked_server, lambda: os.kill(ranks[1].pid, signal.SIGKILL))
-    assert took < 3 * busy_factor()
+    assert took < SOON_S, "not after the 60 s in which a rank counts as stuck"
     named = f"rank 1 (process {ranks[1].pid}) ended with the signal SIGKILL; it was last at "
     check_end(ranked_server, message, named, before, ranks)
 
@@ -144,7 +157,7 @@ def test_a_rank_that_is_stuck_ends_answers_and_the_server_with_its_name(start_se
     server.wait_for("ready")
     before, ranks = shared_memory(), ranks_of(server)
     message, took = end_of_stream(server, lambda: hang(ranks[1].pid))
-    assert took < 12 * busy_factor()
+    assert took < 10 + SOON_S
     check_end(server, message, "rank 1 has not reached hidden states from rank 1 to 0 of step ", before, ranks)
 
 
@@ -155,9 +168,9 @@ def test_nothing_is_left_when_processes_are_killed(killed: str, start_server: St
     server = start_server(engine={**light, "num_threads": 2, "tensor_parallel_size": 2})
     server.wait_for("ready")
     ranks, everything = ranks_of(server), psutil.Process(server.process.pid).children(recursive=True)
-    assert shared_memory() <= before, "what ranks share has no name"
+    wait_until(lambda: named_by(ranks) == set())  # what ranks share has no name
     for each in everything if killed == "all processes" else []:
         each.kill()
     os.kill(server.process.pid, signal.SIGKILL)
-    wait_until(lambda: all(map(is_gone, {*ranks, *everything})), limit_s=3 * busy_factor())
-    assert shared_memory() <= before
+    wait_until(lambda: all(map(is_gone, {*ranks, *everything})))
+    wait_until(lambda: shared_memory() <= before)

@@ -8,7 +8,8 @@ from typing import Any
 import httpx2 as httpx
 import psutil
 
-WATCHED_S = 6.0
+WATCHED_S = 2.0
+MOST_TRIES = 10
 
 
 def cpu_s(processes: list[psutil.Process]) -> float:
@@ -22,11 +23,11 @@ def test_an_idle_server_uses_no_cpu(model_server: Any) -> None:
     server = psutil.Process(model_server.process.pid)
     processes = [server, *server.children(recursive=True)]
     assert any("pagemill_engine.loop.process" in process.cmdline() for process in processes)
-    # The lowest of three measurements counts, because the end of an answer and the clock's resolution of 10 ms add to
-    # it.
-    shares = []
-    for _ in range(3):
+    # The lowest of some measurements counts, because the end of an answer, the clock's resolution of 10 ms, and other
+    # processes that use the same caches add to it.
+    shares: list[float] = []
+    while len(shares) < MOST_TRIES and min(shares, default=1.0) >= 0.01:
         before_s, started_s = cpu_s(processes), time.monotonic()
-        time.sleep(WATCHED_S / 3)
+        time.sleep(WATCHED_S)
         shares.append((cpu_s(processes) - before_s) / (time.monotonic() - started_s))
     assert min(shares) < 0.01, shares

@@ -24,7 +24,7 @@ import pytest
 from hung_processes import hang
 from starlette.applications import Starlette
 from starlette.requests import Request
-from waiting import WAIT_LIMIT_S, wait_until
+from waiting import SOON_S, WAIT_LIMIT_S, wait_until
 
 from pagemill_engine.config import EngineConfig, ServerConfig
 from pagemill_engine.failure import StartupError, Termination
@@ -287,7 +287,7 @@ def test_sigterm_finishes_running_requests_and_refuses_new_ones(start_server: Ca
     server.wait_for("ready")
     control = httpx.Client(base_url=server.control_url, timeout=WAIT_LIMIT_S)
     pid = engine_pid(server)
-    stream = Streaming(server.url, max_tokens=20)
+    stream = Streaming(server.url, max_tokens=60)  # six seconds for the requests below
     server.process.send_signal(signal.SIGTERM)
     server.wait_for("draining")
     report = control.get("/readyz")
@@ -318,18 +318,13 @@ def test_requests_that_outlast_the_drain_end_with_an_error_event(start_server: C
 @pytest.mark.parametrize(
     "what", ["a step of a minute", "a stopped process", pytest.param("a prompt", marks=pytest.mark.model)]
 )
-def test_a_second_signal_ends_a_server_within_a_second_during_a_step(
-    start_server: Callable[..., Any], what: str
-) -> None:
+def test_a_second_signal_ends_a_server_at_once_during_a_step(start_server: Callable[..., Any], what: str) -> None:
     num_tokens = 4000
     minute = {"step_time": {"knots_tokens": [1, 15, 512], "knot_ms": [1.0, 1.0, 60_000.0]}}
     # Native code runs for seconds, and no signal handler of Python interrupts it.
     model = {"null_runner": False, "max_num_batched_tokens": 8192}
-    launched_s = time.monotonic()
     server = start_server(engine=model if what == "a prompt" else minute, server={"drain_timeout_s": 300})
     server.wait_for("ready")
-    # A start takes more than a second of CPU time, and as much longer as the machine is busy.
-    limit_s = max(1.0, time.monotonic() - launched_s)
     pid = engine_pid(server)
     with socket.create_connection(("127.0.0.1", httpx.URL(server.url).port)) as client:
         body = json.dumps({"model": BODY["model"], "prompt": [7] * num_tokens, "max_tokens": 1}).encode()
@@ -349,12 +344,12 @@ def test_a_second_signal_ends_a_server_within_a_second_during_a_step(
         began_s = time.monotonic()
         server.process.send_signal(signal.SIGINT)
         wait_until(lambda: is_killed(pid))
-        assert time.monotonic() - began_s < limit_s
+        assert time.monotonic() - began_s < SOON_S
         # On a busy machine the kernel ends the threads of a killed process late, and the server waits for that.
         wait_gone(pid)
         gone_s = time.monotonic()
         assert server.wait_exit() == 0
-        assert time.monotonic() - gone_s < limit_s
+        assert time.monotonic() - gone_s < SOON_S
         assert b" 503 " in client.recv(4096).split(b"\r\n")[0]
 
 

@@ -126,7 +126,7 @@ def test_an_idle_engine_sleeps_refuses_requests_and_answers_after_waking(start_s
 def test_running_requests_are_finished_before_the_engine_sleeps(start_server: Callable[..., Any]) -> None:
     server = start_server(engine=SLOW)
     server.wait_for("ready")
-    body = {**SHORT, "max_tokens": 60, "stream": True, "ignore_eos": True}
+    body = {**SHORT, "max_tokens": 250, "stream": True, "ignore_eos": True}  # five seconds for the requests below
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as stream:
         lines = stream.iter_lines()
         next(lines)

@@ -48,10 +48,18 @@ READY = engine_ready(load=EngineLoad(num_kv_bytes_total=64, num_kv_bytes_evictab
 
 class Reader:
     def __init__(self, publisher: StatePublisher) -> None:
+        self._publisher = publisher
         self._frames = aiter(publisher.subscribe())
 
     async def next(self) -> StateFrame:
         (frame,) = StateDecoder().feed(await asyncio.wait_for(anext(self._frames), WAIT_LIMIT_S))
+        return frame
+
+    async def fresh(self) -> StateFrame:
+        """Return the first frame that is published from now on, whatever was published before and is unread."""
+        published = self._publisher._frame.sequence
+        while (frame := await self.next()).sequence <= published:
+            pass
         return frame
 
 
@@ -173,11 +181,11 @@ async def test_a_silent_engine_process_is_reported_after_three_seconds(publisher
     await reader.next()
     step(publisher, 1)
     clock.now += 2.9
-    assert (await reader.next()).silent_s == 0.0
+    assert (await reader.fresh()).silent_s == 0.0
     clock.now += 0.2
-    assert (await reader.next()).silent_s == 3.1
+    assert (await reader.fresh()).silent_s == 3.1
     step(publisher, 2)
-    frame = await reader.next()
+    frame = await reader.fresh()
     assert (frame.load.num_requests_running, frame.silent_s) == (2, 0.0)
 
 
@@ -188,15 +196,15 @@ async def test_heartbeats_during_a_long_step_report_a_running_engine_process(
     reader = Reader(publisher)
     await reader.next()
     step(publisher, 1)
-    await reader.next()
+    await reader.fresh()
     for _ in range(3):
         clock.now += 2.0
         publisher.heartbeat(4000.0)
-        frame = await reader.next()
+        frame = await reader.fresh()
     assert (frame.silent_s, frame.frozen_s, frame.expected_step_ms) == (6.0, 0.0, 4000.0)
     for _ in range(2):
         clock.now += 1.6
-        frame = await reader.next()
+        frame = await reader.fresh()
     assert (frame.silent_s, frame.frozen_s) == (9.2, 3.2)
 
 
@@ -208,11 +216,11 @@ async def test_time_in_which_the_server_did_not_run_is_not_counted_as_silence_of
     await reader.next()
     step(publisher, 1)
     publisher.heartbeat(0.0)
-    await reader.next()
+    await reader.fresh()
     clock.now += 1000.0
-    assert (await reader.next()).frozen_s == 0.0, "one pause counts as two seconds"
+    assert (await reader.fresh()).frozen_s == 0.0, "one pause counts as two seconds"
     clock.now += 1.0
-    assert (await reader.next()).frozen_s == 3.0
+    assert (await reader.fresh()).frozen_s == 3.0
 
 
 @pytest.mark.parametrize("heartbeat_s", [0.05])
@@ -223,9 +231,9 @@ async def test_an_engine_without_heartbeats_yet_does_not_count_as_suspended(
     reader = Reader(publisher)
     await reader.next()
     step(publisher, 1)
-    await reader.next()
+    await reader.fresh()
     clock.now += 5.0
-    frame = await reader.next()
+    frame = await reader.fresh()
     assert (frame.silent_s, frame.frozen_s) == (5.0, 0.0)
 
 

@@ -303,8 +303,9 @@ class Running:
             "engine_image": "pagemill/engine:1",
             "host": "127.0.0.1",
             "metrics_port": 0,
-            "lease_duration_s": 1.5,
-            "renew_deadline_s": 1.0,
+            # Longer than this process waits for a processor on a busy machine.
+            "lease_duration_s": 6.0,
+            "renew_deadline_s": 4.0,
             "retry_period_s": 0.2,
             **changes,
         }

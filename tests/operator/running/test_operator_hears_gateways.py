@@ -328,7 +328,7 @@ async def test_adapters_reach_running_engines_and_their_status_shows_what_engine
         api.change("LoRAAdapter", each)
     await api.until(lambda: listed() == ["listed", "sql"])
     await api.until(lambda: reason("lost")[0] == "DeploymentNotFound" and reason("other")[0] == "NameConflict")
-    assert reason("sql") == ("Accepted", "NoReplicas")
+    await api.until(lambda: reason("sql") == ("Accepted", "NoReplicas"))
     assert {each: api.get("LoRAAdapter", each)["status"]["name"] for each in ("sql", "other")} == {
         "sql": "sql",
         "other": "listed",
