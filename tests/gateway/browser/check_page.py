@@ -43,7 +43,7 @@ async def tell_decision(gateway: Any, **fields: Any) -> None:
     defaults = {"key": "default/d", "time": "2026-11-29T10:00:00Z", "replicas_before": 1, "replicas": 2}
     goals = [ScalingGoal(name="slo", needed=2, reason=fields.get("message", ""))]
     decision = ScalingDecision(**{**defaults, "reason": "ScaledUp", "goals": goals, **fields})
-    headers = {"Authorization": f"Bearer {gateway.gateway.config.control_token}", **protocol_headers()}
+    headers = {"Authorization": f"Bearer {gateway.gateway.control.config.control_token}", **protocol_headers()}
     url, body = f"{gateway.control_url}/internal/scaling", msgspec.json.encode(ScalingReport(decisions=[decision]))
     async with gateway.session.post(url, data=body, headers=headers) as response:
         assert response.status == 200
@@ -109,7 +109,7 @@ async def test_the_playground_sends_what_is_chosen(real, gateways, look) -> None
     await looker.page.get_by_role("button", name="Send").click()
     await looker.sees("Write JSON, or empty the field.")
     await field("Form of the answer").select_option("text")
-    await field("Tools").fill(
+    await field("Tools (JSON").fill(
         json.dumps([{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}])
     )
     async with looker.page.expect_request("**/v1/chat/completions") as sent:
@@ -179,7 +179,8 @@ async def test_a_conversation_goes_on_with_the_result_of_a_tool(real, gateways, 
     await looker.page.locator(".message").nth(3).wait_for()
     await looker.sees("in all", "[role=status]")
     assert await injected(looker) == 0
-    await looker.sees("from openai import OpenAI", "pre")
+    python = await looker.page.get_by_label("The request in Python").text_content()
+    assert "tool_call_id" in python, "the next request has the whole conversation"
 
 
 async def test_the_what_if_predicts_from_what_engines_measure(real, gateways, look) -> None:
