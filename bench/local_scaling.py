@@ -31,8 +31,8 @@ from pagemill.why.replaying import Replay, decide_again
 from pagemill.why.sources import from_this_machine
 from pagemill_engine.config import EngineConfig
 from pagemill_operator.autoscaler.records import Record, encode_record
-from pagemill_operator.autoscaler.signals import shape_of
 from pagemill_operator.backends.local.settings import LocalSettings
+from pagemill_protocol.report.shape import shape_of
 from pagemill_simulator.fleet.figures import Figures, Quantiles, figures_of
 from pagemill_simulator.fleet.fleet import simulate_fleet
 from pagemill_simulator.fleet.settings import ColdStart, FleetSettings

@@ -16,9 +16,9 @@ import msgspec
 from report import emit, markdown_table
 
 from pagemill_engine.config import EngineConfig
-from pagemill_operator.autoscaler.prediction import OfferedLoad, Predictor
 from pagemill_operator.autoscaler.settings import ScalingSettings, Slo, with_default_targets
-from pagemill_operator.autoscaler.signals import Shape
+from pagemill_protocol.report.prediction import OfferedLoad, Predictor
+from pagemill_protocol.report.shape import Shape
 from pagemill_protocol.report.state import StepTimeParams
 from pagemill_simulator.bounds.clairvoyant import search
 from pagemill_simulator.bounds.trials import Trials

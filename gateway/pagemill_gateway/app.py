@@ -191,6 +191,7 @@ def control_routes(head: ControlProcess) -> list[Route]:
         Route("/status", control.status),
         Route("/debug/decisions", control.decisions),
         Route("/internal/load", control.load),
+        Route("/internal/scaling", control.scaling, methods=["POST"]),
         Route("/livez", health.livez),
         Route("/readyz", health.readyz),
         Route("/version", health.version),

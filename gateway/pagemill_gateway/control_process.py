@@ -25,10 +25,12 @@ from pagemill_gateway.discovery.last_known import keep_catalog, read_served_befo
 from pagemill_gateway.discovery.state_streams import StateStreams
 from pagemill_gateway.limits.sharing import Sharing, open_sharing
 from pagemill_gateway.metrics.control_process import ControlProcessMetrics
-from pagemill_gateway.ports import GatewayStatus, PlotPoint, WorkerMeasurements, WorkerPort
+from pagemill_gateway.ports import GatewayStatus, PlotPoint, WhatIf, WorkerMeasurements, WorkerPort
 from pagemill_gateway.stored_responses.store import open_responses
 from pagemill_gateway.ui.fleet import describe_fleet
 from pagemill_gateway.ui.history import LoadHistory
+from pagemill_gateway.ui.scaling import ScalingDecisions
+from pagemill_gateway.ui.what_if import answer_what_if
 from pagemill_kube.credentials import Credentials, from_kubeconfig, in_cluster
 from pagemill_kube.errors import CredentialsError
 from pagemill_protocol.catalog import Catalog
@@ -97,6 +99,7 @@ class ControlProcess:
         self.brain.poison_memory.on_remembered = self._share_poison
         self._poison_watch = asyncio.create_task(self._watch_poison())
         self._history = LoadHistory(self.brain.reader)
+        self.scaling_decisions = ScalingDecisions()
         self._sampling = asyncio.create_task(self._history.run())
         self._responses = open_responses(config.stored_responses, self.sharing.link)
         trust = EngineTrust(config.engine_tls.ca_file, config.engine_tls.server_name)
@@ -127,6 +130,12 @@ class ControlProcess:
 
     async def decisions(self, limit: int) -> bytes:
         return orjson.dumps({"decisions": self.brain.reader.placement.decisions.latest(limit)})
+
+    async def scaling(self, limit: int) -> bytes:
+        return self.scaling_decisions.latest(limit)
+
+    async def what_if(self, question: WhatIf) -> bytes:
+        return await answer_what_if(self.brain.reader, question)
 
     async def scrape(self, accept: str) -> Scrape:
         """Return the metrics of the control process and all workers."""

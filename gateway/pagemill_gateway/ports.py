@@ -22,6 +22,21 @@ class PlotPoint(NamedTuple):
     """JSON: the load of each deployment by its key (`ui.history`)."""
 
 
+class WhatIf(NamedTuple):
+    """A question for predicted latencies; `None`: as it was measured."""
+
+    deployment: str
+    """Namespace and name, with a slash between them."""
+    replicas: int | None = None
+    requests_per_s: float | None = None
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    """Tokens of the prompt that are found in the prefix cache."""
+    output_tokens: int | None = None
+    percentile: float = 95.0
+    """The percentage of the requests that the latencies are predicted for."""
+
+
 class GatewayStatus(NamedTuple):
     """The state of the gateway as a whole."""
 
@@ -58,6 +73,14 @@ class ControlProcessPort(Protocol):
 
     async def decisions(self, limit: int) -> bytes:
         """Return the latest routing decisions as JSON, newest first."""
+        ...
+
+    async def scaling(self, limit: int) -> bytes:
+        """Return the operator's latest scaling decisions as JSON, newest first (`ui.scaling`)."""
+        ...
+
+    async def what_if(self, question: WhatIf) -> bytes:
+        """Return predicted latencies as JSON (`ui.what_if`). Raises `PagemillError` 400 or 404."""
         ...
 
     async def bundle(self, digest: str) -> bytes:

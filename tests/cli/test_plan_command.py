@@ -35,10 +35,10 @@ from pagemill_operator.autoscaler.expected_load import expected_load
 from pagemill_operator.autoscaler.memory import Memory
 from pagemill_operator.autoscaler.records import encode_record
 from pagemill_operator.autoscaler.settings import ScalingSettings, Slo
-from pagemill_operator.autoscaler.signals import Shape
 from pagemill_operator.autoscaler.slo import slo_target
 from pagemill_protocol.report.histogram import histogram_of
 from pagemill_protocol.report.load import Lengths
+from pagemill_protocol.report.shape import Shape
 from pagemill_protocol.report.state import StepTimeParams
 from pagemill_protocol.report.step_time import StepTimeModel
 

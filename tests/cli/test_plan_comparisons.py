@@ -22,9 +22,9 @@ from pagemill.planning.forecast import PlannedWorkload, forecast, of_users
 from pagemill.planning.replica import PlannedReplica
 from pagemill.planning.users import MEAN, Cycles, Users
 from pagemill_kernels.gpu.launch import FP8_CAPABILITY, OLDEST_CAPABILITY
-from pagemill_operator.autoscaler.prediction import Predictor
 from pagemill_operator.autoscaler.settings import Slo
-from pagemill_operator.autoscaler.signals import Shape
+from pagemill_protocol.report.prediction import Predictor
+from pagemill_protocol.report.shape import Shape
 
 pytestmark = pytest.mark.usefixtures("short_simulation")
 REPLICA = PlannedReplica(Shape(4000, BLOCK_SIZE, 64, 512, STEP_TIME), 4096, 10**8, 1024, None, "cpu", "given")

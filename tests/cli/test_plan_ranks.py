@@ -21,8 +21,8 @@ from pagemill_engine.config import EngineConfig
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.loop.step_timer import StepTimer
 from pagemill_engine.scheduler.step import StepPlan
-from pagemill_operator.autoscaler.prediction import OfferedLoad, Predictor
-from pagemill_operator.autoscaler.signals import Shape
+from pagemill_protocol.report.prediction import OfferedLoad, Predictor
+from pagemill_protocol.report.shape import Shape
 from pagemill_protocol.report.state import StepTimeParams
 from pagemill_simulator.engine import EngineSimulation
 from pagemill_simulator.workloads.request import SimRequest

@@ -24,10 +24,10 @@ from pagemill.planning.replica import PlannedReplica
 from pagemill.planning.roles.pools import Loads, RolePair, RolePools
 from pagemill.planning.roles.roles import Prices, cheapest, forecast_roles
 from pagemill.planning.users import MEAN, Users
-from pagemill_operator.autoscaler.prediction import Predictor
 from pagemill_operator.autoscaler.settings import Slo
-from pagemill_operator.autoscaler.signals import Shape
 from pagemill_operator.autoscaler.slo import meets
+from pagemill_protocol.report.prediction import Predictor
+from pagemill_protocol.report.shape import Shape
 from pagemill_protocol.report.state import StepTimeParams
 
 REPLICA = PlannedReplica(Shape(4000, BLOCK_SIZE, 64, 512, STEP_TIME), 4096, 10**8, 100_000, None, "cpu", "given")

@@ -39,7 +39,7 @@ from pagemill_protocol.engine_token import derive_token
 from pagemill_protocol.frames import STATE_CONTENT_TYPE, encode_state
 from pagemill_protocol.link import LINK_PATH
 from pagemill_protocol.report.adapters import AdapterSlots
-from pagemill_protocol.report.state import Digests, EngineLoad, StateFrame
+from pagemill_protocol.report.state import Digests, EngineLoad, StateFrame, StepTimeParams
 from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_protocol.versions import protocol_headers
 from pagemill_servers.process.listening import bind, url_of
@@ -83,6 +83,7 @@ class FakeEngine:
         self.load = EngineLoad()
         self.max_model_len = MAX_MODEL_LEN
         self.max_num_seqs = 0
+        self.step_time = StepTimeParams()
         self.pools = False
         self.num_inside = 0
         """The number of requests being answered."""
@@ -184,6 +185,7 @@ class FakeEngine:
             frozen_s=self.frozen_s,
             max_model_len=self.max_model_len,
             max_num_seqs=self.max_num_seqs,
+            step_time=self.step_time,
             models=[MODEL],
             pools=self.pools,
             adapters=self.adapters,

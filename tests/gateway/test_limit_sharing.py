@@ -25,7 +25,7 @@ from pagemill_gateway.limits.redis import store as redis_store
 from pagemill_gateway.limits.redis.link import RedisLink
 from pagemill_gateway.limits.redis.shared_keys import SharedKeys
 from pagemill_gateway.limits.redis.store import RedisStore, share_of
-from pagemill_gateway.limits.store import ExtensionRequest, ReservationRequest
+from pagemill_gateway.limits.store import ExtensionRequest, ReservationRequest, Use
 from pagemill_protocol.errors import PagemillError
 from pagemill_servers.auth import hash_key
 from pagemill_servers.keys.caller import Limits
@@ -147,6 +147,9 @@ async def _same_answers(
                         store.settle(lease, amount)
                 await shared.flush()
                 await eventually(lambda: shared.num_unpublished == 0)  # noqa: B023
+            used = await gateways[number % num_gateways].use(["a", "stranger"])
+            assert used.is_shared
+            assert used.accounts == [alone.use_of("a"), Use()]
     finally:
         for each in gateways:
             await each.close()

@@ -26,7 +26,7 @@ from pagemill_servers.keys.entries import EntryError, parse_entry
 FOLDER = Path(ui.__file__).parent / "static"
 ADMIN, USER = "admin-key", "user-key"
 KEYS = [f"{hash_key(ADMIN)} role=admin", f"{hash_key(USER)} tenant=acme models=tiny tokens_per_minute=500"]
-DATA = ("/ui/events", "/ui/decisions", "/ui/keys")
+DATA = ("/ui/events", "/ui/decisions", "/ui/scaling", "/ui/what-if?deployment=default/d", "/ui/keys")
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -211,7 +211,7 @@ async def test_keys_are_shown_with_their_limits_and_without_their_hashes(gateway
     async with gateway.session.get(gateway.url + "/ui/keys", headers=bearer(ADMIN)) as response:
         text = await response.text()
     keys = {each["account"]: each for each in json.loads(text)["keys"]}
-    assert keys["acme"]["limits"] == [{"name": "tokens_per_minute", "model": "", "value": 500}]
+    assert keys["acme"]["limits"] == [{"name": "tokens_per_minute", "model": "", "value": 500, "used": 0}]
     assert keys["acme"]["models"] == ["tiny"]
     assert not keys["acme"]["is_admin"]
     assert keys[f"key {hash_key(ADMIN)[:8]}"]["is_admin"]

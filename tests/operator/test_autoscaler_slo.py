@@ -17,12 +17,13 @@ from examples import num_examples
 from pagemill_operator.autoscaler.decision import Goal
 from pagemill_operator.autoscaler.expected_load import expected_load, is_burst
 from pagemill_operator.autoscaler.memory import LONGEST_TREND_S, Memory, Rate
-from pagemill_operator.autoscaler.prediction import OfferedLoad, Predictor
 from pagemill_operator.autoscaler.settings import ScalingSettings, Slo
-from pagemill_operator.autoscaler.signals import Fleet, Shape, Signals, shape_of
+from pagemill_operator.autoscaler.signals import Fleet, Signals
 from pagemill_operator.autoscaler.slo import STEADY_MISSES, meets, slo_target
 from pagemill_protocol.report.histogram import histogram_of
 from pagemill_protocol.report.load import Lengths, QueueLoad
+from pagemill_protocol.report.prediction import OfferedLoad, Predictor
+from pagemill_protocol.report.shape import Shape, shape_of
 from pagemill_protocol.report.state import StepTimeParams
 
 SHAPE = Shape(BLOCKS, BLOCK_SIZE, SEATS, 512, STEP_TIME)

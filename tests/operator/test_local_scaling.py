@@ -58,6 +58,17 @@ async def answered(session: aiohttp.ClientSession, machine: Machine) -> Answer:
     return await eventually(answer, every_s=0.05)
 
 
+async def page_decisions(session: aiohttp.ClientSession, machine: Machine) -> list[dict[str, Any]]:
+    """Return the decisions that the gateway's page shows, once it shows any."""
+
+    async def shown() -> list[dict[str, Any]]:
+        async with session.get(f"{machine.backend.base_url}/ui/scaling") as response:
+            found: list[dict[str, Any]] = (await response.json())["decisions"]
+            return found
+
+    return await eventually(shown, every_s=0.05)
+
+
 @pytest.mark.parametrize("policy", ["Demand", pytest.param("TargetTracking", marks=pytest.mark.full)])
 async def test_waiting_requests_add_engines_and_all_are_served(machine: Machine, policy: str) -> None:
     autoscaling = {"maxReplicas": 2, "targets": {"queueDepth": 1}, "policy": policy}
@@ -70,6 +81,11 @@ async def test_waiting_requests_add_engines_and_all_are_served(machine: Machine,
         await machine.until(lambda: wanted(machine, plan) == 2)
         await machine.until(lambda: len(machine.backend.observe(plan.key).ready()) == 2)
         answers = await asyncio.gather(*asking)
+        shown = await page_decisions(session, machine)
+    assert ("default/chat", 1, 2, "ScaledUp") in [
+        (each["key"], each["replicas_before"], each["replicas"], each["reason"]) for each in shown
+    ]
+    assert all(each["message"] for each in shown)
     assert [status for status, _ in answers] == [200] * 12
     assert all(body.endswith(b"data: [DONE]\n\n") for _, body in answers)
 

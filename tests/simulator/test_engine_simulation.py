@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from pagemill_engine.config import EngineConfig
-from pagemill_operator.autoscaler.prediction import OfferedLoad, Predictor
-from pagemill_operator.autoscaler.signals import Shape
+from pagemill_protocol.report.prediction import OfferedLoad, Predictor
+from pagemill_protocol.report.shape import Shape
 from pagemill_protocol.report.state import StepTimeParams
 from pagemill_simulator.engine import EngineSimulation, Percentiles, simulate
 from pagemill_simulator.workloads.request import SimRequest

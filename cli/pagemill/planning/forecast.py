@@ -13,10 +13,10 @@ from pagemill.planning.errors import PlanError
 from pagemill.planning.replica import PlannedReplica, check_length
 from pagemill.planning.users import Cycles, Users
 from pagemill_operator.autoscaler.decision import ReplicaCandidate
-from pagemill_operator.autoscaler.prediction import OfferedLoad, Predictor
 from pagemill_operator.autoscaler.settings import Slo
 from pagemill_operator.autoscaler.slo import fewest, weigh
 from pagemill_operator.autoscaler.targets import MARGIN
+from pagemill_protocol.report.prediction import OfferedLoad, Predictor
 
 HOUR_S = 3600.0
 IDLE_RPS = 1e-6

@@ -31,9 +31,9 @@ from pagemill_models.files.safetensors_header import lacks_weights
 from pagemill_models.sources import SourceError, resolve_source
 from pagemill_models.spec.model_files import load_model_spec
 from pagemill_models.spec.model_spec import ModelSpec
-from pagemill_operator.autoscaler.signals import Shape
 from pagemill_operator.plan.types import Plan
 from pagemill_protocol.report.cache_kinds import blocks_at
+from pagemill_protocol.report.shape import Shape
 from pagemill_protocol.report.state import StepTimeParams
 from pagemill_protocol.report.step_time import StepTimeModel
 from pagemill_servers.process.cgroup import usable_cores

@@ -11,7 +11,7 @@ import random
 from typing import NamedTuple
 
 from pagemill_engine.config import EngineConfig, SimulatedKinds
-from pagemill_operator.autoscaler.signals import Shape
+from pagemill_protocol.report.shape import Shape
 from pagemill_simulator.engine import EngineSimulation
 from pagemill_simulator.workloads.request import SimRequest
 

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import msgspec
 
 from pagemill.planning.replica import PlannedReplica
-from pagemill_operator.autoscaler.prediction import OfferedLoad, Prediction, Predictor
 from pagemill_operator.autoscaler.settings import Slo
 from pagemill_operator.autoscaler.slo import weigh
+from pagemill_protocol.report.prediction import OfferedLoad, Prediction, Predictor
 
 MEAN = 0.5
 """The percentile, as a share, at which the autoscaler's prediction is the mean."""

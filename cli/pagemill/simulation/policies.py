@@ -11,7 +11,7 @@ from pagemill.planning.errors import PlanError
 from pagemill_crds.sections.autoscaling import AutoscalingSection
 from pagemill_operator.autoscaler.registry import UnknownPolicyError, registered
 from pagemill_operator.autoscaler.settings import ScalingSettings, Slo, settings_of, with_default_targets
-from pagemill_operator.autoscaler.signals import Shape
+from pagemill_protocol.report.shape import Shape
 from pagemill_simulator.bounds.capacity import SteadyCapacity, predicted_intensity
 from pagemill_simulator.bounds.clairvoyant import search
 from pagemill_simulator.bounds.informed import Informed

@@ -8,7 +8,7 @@ numbers it does not reuse. The worker sends its reserved limits to it again.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,7 @@ from pagemill_gateway.brain.interface import (
 from pagemill_gateway.ipc import messages
 from pagemill_gateway.ipc.connection import IpcConnection, IpcConnectionLost
 from pagemill_gateway.limits import store
-from pagemill_gateway.ports import GatewayStatus, LocalWorkerPort, PlotPoint
+from pagemill_gateway.ports import GatewayStatus, LocalWorkerPort, PlotPoint, WhatIf
 from pagemill_protocol.errors import PagemillError, unavailable
 
 CONNECT_INTERVAL_S = 0.05
@@ -55,6 +55,7 @@ _liveness: msgspec.msgpack.Decoder[Liveness] = msgspec.msgpack.Decoder(Liveness)
 _int = msgspec.msgpack.Decoder(int)
 _seconds: msgspec.msgpack.Decoder[float | None] = msgspec.msgpack.Decoder(float | None)
 _answer = msgspec.msgpack.Decoder(store.ReservationAnswer)
+_use = msgspec.msgpack.Decoder(store.UseReport)
 _samples = msgspec.msgpack.Decoder(list[PlotPoint])
 _status = msgspec.msgpack.Decoder(GatewayStatus)
 _bytes = msgspec.msgpack.Decoder(bytes)
@@ -177,6 +178,9 @@ class ControlProcessClient:
             self._reserved[more.lease] = ask._replace(tokens=rest + granted, used=max(ask.used, more.used))
         return granted
 
+    async def use(self, accounts: Sequence[str]) -> store.UseReport:
+        return await self._ask(messages.GetUse([*accounts]), _use)
+
     def settle(self, lease: str, tokens: int) -> None:
         self._reserved.pop(lease, None)
         self._notify(messages.Settle(lease, tokens))
@@ -213,6 +217,12 @@ class ControlProcessClient:
 
     async def decisions(self, limit: int) -> bytes:
         return await self._ask(messages.GetDecisions(limit), _bytes)
+
+    async def scaling(self, limit: int) -> bytes:
+        return await self._ask(messages.GetScaling(limit), _bytes)
+
+    async def what_if(self, question: WhatIf) -> bytes:
+        return await self._ask(messages.AskWhatIf(question), _bytes)
 
     async def bundle(self, digest: str) -> bytes:
         return await self._ask(messages.GetBundle(digest), _bytes)

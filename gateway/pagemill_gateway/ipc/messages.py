@@ -20,6 +20,7 @@ from pagemill_gateway.brain.interface import (
     Target,
 )
 from pagemill_gateway.limits import store
+from pagemill_gateway.ports import WhatIf
 from pagemill_servers.keys.caller import Caller
 
 Question = TypeVar("Question")
@@ -117,6 +118,12 @@ class Extend(msgspec.Struct, frozen=True, array_like=True, tag="extend"):
     more: store.ExtensionRequest
 
 
+class GetUse(msgspec.Struct, frozen=True, array_like=True, tag="use"):
+    """A `UseReport` of `limits.store`."""
+
+    accounts: list[str]
+
+
 class GetSettled(msgspec.Struct, frozen=True, array_like=True, tag="settled"):
     """None, when the settlements before are counted."""
 
@@ -139,6 +146,18 @@ class GetDecisions(msgspec.Struct, frozen=True, array_like=True, tag="decisions"
     """Bytes of JSON."""
 
     limit: int
+
+
+class GetScaling(msgspec.Struct, frozen=True, array_like=True, tag="scaling"):
+    """Bytes of JSON."""
+
+    limit: int
+
+
+class AskWhatIf(msgspec.Struct, frozen=True, array_like=True, tag="what_if"):
+    """Bytes of JSON."""
+
+    question: WhatIf
 
 
 class GetBundle(msgspec.Struct, frozen=True, array_like=True, tag="bundle"):
@@ -227,7 +246,7 @@ class Adopt(msgspec.Struct, frozen=True, array_like=True, tag="adopt"):
 
 ResponseQuestion = KeepResponse | GetResponse | ForgetResponse
 BrainQuestion = GetNames | LookUp | Find | Choose | GetLiveness | Expected | GetIdleCapacity
-PageQuestion = GetFleet | GetSamples | GetDecisions
+PageQuestion = GetFleet | GetSamples | GetDecisions | GetScaling | AskWhatIf | GetUse
 WorkerQuestion = BrainQuestion | Reserve | Extend | GetSettled | GetStatus | PageQuestion | GetBundle | ResponseQuestion
 EngineNote = Accepted | Started | Freed | Finished | Failed | Withdrawn
 WorkerNote = EngineNote | RecordOutcome | PublishMeasurements | Settle | Undo | Adopt

@@ -107,6 +107,12 @@ class WorkerConnection:
                 return await self._control.samples(after)
             case messages.GetDecisions(limit):
                 return await self._control.decisions(limit)
+            case messages.GetScaling(limit):
+                return await self._control.scaling(limit)
+            case messages.AskWhatIf(what_if):
+                return await self._control.what_if(what_if)
+            case messages.GetUse(accounts):
+                return await self._store.use(accounts)
             case messages.GetBundle(digest):
                 return await self._control.bundle(digest)
             case messages.KeepResponse(account, response_id, value):

@@ -18,7 +18,15 @@ from pagemill_gateway.brain.interface import Target
 from pagemill_gateway.limits.allowance import Allowance, Reserved, TokenNeed
 from pagemill_gateway.limits.joint import JointReservation, RefusedReservation, SingleReservation
 from pagemill_gateway.limits.refusals import Headers, level_headers, refusal, too_large
-from pagemill_gateway.limits.store import Level, ReservationAnswer, ReservationRequest, Store, amount_of, token_limits
+from pagemill_gateway.limits.store import (
+    Level,
+    ReservationAnswer,
+    ReservationRequest,
+    Store,
+    UseReport,
+    amount_of,
+    token_limits,
+)
 from pagemill_gateway.metrics.worker import WorkerMetrics
 from pagemill_gateway.request_record import RequestRecord
 from pagemill_protocol.errors import PagemillError
@@ -143,6 +151,10 @@ class Limiter:
         """Time and answer of the latest refusal, by account and its limit of requests."""
         self._arriving: dict[str, int] = {}
         """The requests of each account with a limit of requests that are inside and not reserved yet."""
+
+    async def use(self, accounts: Sequence[str]) -> UseReport:
+        """Return what these accounts have used of their limits."""
+        return await self._store.use(accounts)
 
     def arrive(self, caller: Caller) -> Arrival:
         """Let a request in before its body is read, until `Arrival.over`, which the caller must call at its end.

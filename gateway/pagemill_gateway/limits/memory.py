@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from pagemill_gateway.limits.periods import Calendar, Periods
@@ -18,6 +18,8 @@ from pagemill_gateway.limits.store import (
     Reason,
     ReservationAnswer,
     ReservationRequest,
+    Use,
+    UseReport,
     amount_of,
 )
 from pagemill_servers.keys.caller import Limits
@@ -174,6 +176,18 @@ class MemoryStore:
         held = self._held.get(more.lease)
         if held is not None:
             self._add(held, more.tokens, self._rebook(held, more))
+
+    async def use(self, accounts: Sequence[str]) -> UseReport:
+        return UseReport([self.use_of(each) for each in accounts])
+
+    def use_of(self, name: str) -> Use:
+        """Return what the account has used here; nothing for one that was not seen."""
+        if name not in self._accounts:
+            return Use()
+        account, _, _ = self._enter(name)
+        return Use(
+            account.requests.used, account.tokens.used, account.num_running, account.day.used, account.month.used
+        )
 
     def adopt(self, ask: ReservationRequest) -> None:
         self.record(ask)

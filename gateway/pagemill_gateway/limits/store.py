@@ -7,6 +7,7 @@ the minute, day and month in which they are reserved.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, Protocol
 
 from pagemill_servers.keys.caller import Limits
@@ -57,6 +58,24 @@ class Level(NamedTuple):
     """Time until the whole limit is available again, without further use."""
 
 
+class Use(NamedTuple):
+    """What an account has used of each limit, under the names of `Limits`."""
+
+    requests_per_minute: int = 0
+    tokens_per_minute: int = 0
+    """Tokens that are used or reserved, as in the other periods."""
+    concurrency: int = 0
+    tokens_per_day: int = 0
+    tokens_per_month: int = 0
+
+
+class UseReport(NamedTuple):
+    accounts: list[Use]
+    """In the order of the question."""
+    is_shared: bool = True
+    """Whether the use at all gateways that share limits is counted; if not, only that at this one."""
+
+
 class ReservationAnswer(NamedTuple):
     refused: Reason | None = None
     """The limit that refused; `None` if the request is reserved."""
@@ -85,6 +104,10 @@ class Store(Protocol):
 
     async def extend(self, more: ExtensionRequest) -> int:
         """Add tokens to a reservation, and return how many; 0 if a limit is used up or the lease is unknown."""
+        ...
+
+    async def use(self, accounts: Sequence[str]) -> UseReport:
+        """Return what these accounts have used, which changes nothing. It never raises for a lost Redis."""
         ...
 
     def settle(self, lease: str, tokens: int) -> None:

@@ -1,5 +1,6 @@
-"""The routes of the control port: `PUT /catalog` replaces the catalogue; `/status`, `/metrics`, `/internal/load` and
-`/debug/decisions` show the state and the decisions of the gateway. The guard around the routes checks tokens.
+"""The routes of the control port: `PUT /catalog` replaces the catalogue, `POST /internal/scaling` reports decisions of
+the operator; `/status`, `/metrics`, `/internal/load` and `/debug/decisions` show the state and the decisions of the
+gateway. The guard around the routes checks tokens.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pagemill_gateway.brain.endpoints.record import EndpointRecord
 from pagemill_gateway.control_process import ControlProcess
 from pagemill_gateway.discovery.catalog import decode_catalog
 from pagemill_gateway.routes.load import LoadStream
+from pagemill_gateway.ui.scaling import decode_report
 from pagemill_protocol.errors import PagemillError, invalid_field, show
 from pagemill_protocol.frames import LOAD_CONTENT_TYPE
 from pagemill_protocol.report.state import EngineLoad
@@ -53,6 +55,13 @@ class ControlRoutes:
         # An endless body is refused here; after this, the only message to expect is the disconnection.
         await read_body(request.receive)
         return LoadStream(self._head)
+
+    async def scaling(self, request: Request) -> Response:
+        """Take decisions on the number of replicas, which the page `/ui` shows."""
+        require_protocol(request.scope["headers"], OPERATOR)
+        report = decode_report(await read_body(request.receive))
+        self._head.scaling_decisions.add(report.decisions)
+        return JSONResponse({"decisions": len(report.decisions)}, headers=protocol_headers())
 
     async def metrics(self, request: Request) -> Response:
         scrape = await self._head.scrape(request.headers.get("accept", ""))

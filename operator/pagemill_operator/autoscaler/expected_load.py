@@ -17,8 +17,9 @@ import msgspec
 
 from pagemill_operator.autoscaler.arrival_trend import trend
 from pagemill_operator.autoscaler.memory import Memory, assumed_start_s
-from pagemill_operator.autoscaler.prediction import OfferedLoad, Predictor
-from pagemill_operator.autoscaler.signals import Shape, Signals
+from pagemill_operator.autoscaler.signals import Signals
+from pagemill_protocol.report.prediction import OfferedLoad, Predictor
+from pagemill_protocol.report.shape import Shape
 
 LEAST_DRAIN_S = 10.0
 BURST = 2.0

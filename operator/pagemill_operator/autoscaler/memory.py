@@ -10,8 +10,9 @@ import msgspec
 
 from pagemill_operator.autoscaler.behavior import LONGEST_WINDOW_S, History
 from pagemill_operator.autoscaler.settings import DEFAULT_IDLE_S, ScalingSettings
-from pagemill_operator.autoscaler.signals import Shape, Signals, shape_of
+from pagemill_operator.autoscaler.signals import Signals
 from pagemill_protocol.report.load import Arrivals
+from pagemill_protocol.report.shape import Shape, shape_of
 
 DECAY_WINDOWS = 4.0
 """The count of flaps is lowered by one after this many stabilization windows without a flap."""

@@ -14,10 +14,10 @@ import msgspec
 from pagemill_operator.autoscaler.decision import Goal, ReplicaCandidate, replicas_of
 from pagemill_operator.autoscaler.expected_load import ExpectedLoad, offered_load
 from pagemill_operator.autoscaler.memory import Memory
-from pagemill_operator.autoscaler.prediction import LEAST_RATE, OfferedLoad, Prediction, Predictor
 from pagemill_operator.autoscaler.settings import ScalingSettings, Slo
 from pagemill_operator.autoscaler.signals import Signals
 from pagemill_operator.autoscaler.targets import AMPLE, MARGIN
+from pagemill_protocol.report.prediction import LEAST_RATE, OfferedLoad, Prediction, Predictor
 
 SHORTAGE = 0.02
 """No replica is ordered for a shortage of at most this share of the arrivals, as no rate is known more precisely."""

@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from pagemill_operator.autoscaler.decision import Goal
 from pagemill_operator.autoscaler.expected_load import ExpectedLoad
 from pagemill_operator.autoscaler.settings import DEFAULT_KV_CACHE_USAGE, ScalingSettings
-from pagemill_operator.autoscaler.signals import Shape, Signals
+from pagemill_operator.autoscaler.signals import Signals
+from pagemill_protocol.report.shape import Shape
 
 MARGIN, AMPLE = 1.1, 1.5
 """Multiples of the load that must fit before a replica is removed: after the whole window, and after the idle one."""

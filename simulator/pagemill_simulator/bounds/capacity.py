@@ -9,10 +9,10 @@ from statistics import fmean
 
 import msgspec
 
-from pagemill_operator.autoscaler.prediction import OfferedLoad, Predictor
 from pagemill_operator.autoscaler.settings import Slo
-from pagemill_operator.autoscaler.signals import Shape
 from pagemill_operator.autoscaler.slo import meets
+from pagemill_protocol.report.prediction import OfferedLoad, Predictor
+from pagemill_protocol.report.shape import Shape
 from pagemill_simulator.bounds.schedule import Schedule
 from pagemill_simulator.bounds.trials import Trials
 from pagemill_simulator.fleet.settings import FleetSettings

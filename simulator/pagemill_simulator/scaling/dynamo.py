@@ -19,8 +19,9 @@ import msgspec
 
 from pagemill_operator.autoscaler.decision import Decision, decided
 from pagemill_operator.autoscaler.settings import ScalingSettings
-from pagemill_operator.autoscaler.signals import Signals, shape_of
+from pagemill_operator.autoscaler.signals import Signals
 from pagemill_protocol.report.load import EngineReport, EnginesLoad
+from pagemill_protocol.report.shape import shape_of
 from pagemill_protocol.report.state import StepTimeParams
 from pagemill_protocol.report.step_time import StepTimeModel
 from pagemill_simulator.parameters import Parameters, Positive, Share

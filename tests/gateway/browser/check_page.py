@@ -10,14 +10,17 @@ import subprocess
 import sys
 from typing import Any
 
+import msgspec
 import pytest
 from real_cluster import TOKEN, endpoint_of
 
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
+from pagemill_protocol.report.scaling import ScalingDecision, ScalingGoal, ScalingReport
 from pagemill_protocol.report.state import EngineLoad
+from pagemill_protocol.versions import protocol_headers
 from pagemill_servers.auth import hash_key
 
-VIEWS = ("fleet", "load", "requests", "keys", "playground")
+VIEWS = ("fleet", "load", "scaling", "what-if", "requests", "keys", "playground")
 SCRIPTS = (
     "<img src=x onerror=alert(1)>",
     "<script>alert(2)</script>",
@@ -33,6 +36,17 @@ def catalog_of(real: Any) -> Catalog:
     """Return a catalogue with the real engine, whose answers have no reasoning to be separated from their text."""
     endpoints = [endpoint_of(each) for each in real.engines]
     return Catalog(models=[CatalogModel(deployment="d", name="smol", engine_token=TOKEN, endpoints=endpoints)])
+
+
+async def tell_decision(gateway: Any, **fields: Any) -> None:
+    """Report a scaling decision to the gateway, as the operator does."""
+    defaults = {"key": "default/d", "time": "2026-11-29T10:00:00Z", "replicas_before": 1, "replicas": 2}
+    goals = [ScalingGoal(name="slo", needed=2, reason=fields.get("message", ""))]
+    decision = ScalingDecision(**{**defaults, "reason": "ScaledUp", "goals": goals, **fields})
+    headers = {"Authorization": f"Bearer {gateway.gateway.control.config.control_token}", **protocol_headers()}
+    url, body = f"{gateway.control_url}/internal/scaling", msgspec.json.encode(ScalingReport(decisions=[decision]))
+    async with gateway.session.post(url, data=body, headers=headers) as response:
+        assert response.status == 200
 
 
 async def injected(looker: Any) -> int:
@@ -95,7 +109,7 @@ async def test_the_playground_sends_what_is_chosen(real, gateways, look) -> None
     await looker.page.get_by_role("button", name="Send").click()
     await looker.sees("Write JSON, or empty the field.")
     await field("Form of the answer").select_option("text")
-    await field("Tools").fill(
+    await field("Tools (JSON").fill(
         json.dumps([{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}])
     )
     async with looker.page.expect_request("**/v1/chat/completions") as sent:
@@ -135,6 +149,80 @@ async def test_the_request_as_curl_and_in_python_is_the_same_request(real, gatew
         subprocess.run, [sys.executable, "-c", shown["python"]], capture_output=True, text=True, check=True
     )
     assert python.stdout.strip() == answer.strip()
+
+
+async def test_a_conversation_goes_on_with_the_result_of_a_tool(real, gateways, look) -> None:
+    gateway = await gateways(wait=False, catalog=catalog_of(real))
+    looker = await look()
+    await looker.open(gateway.url)
+    await looker.has_ready(1)
+    await looker.page.get_by_role("link", name="Playground").click()
+    field = looker.page.get_by_label
+    await field("Model", exact=True).select_option("smol")
+    await field("Temperature").fill("0")
+    await field("Most tokens of the answer").fill("40")
+    parameters = {"type": "object", "properties": {"city": {"enum": ["Rome"]}}, "required": ["city"]}
+    function = {"name": "weather", "parameters": {**parameters, "additionalProperties": False}}
+    await field("Tools (JSON").fill(json.dumps([{"type": "function", "function": function}]))
+    await field("Call tools").select_option("required")
+    await chat(looker, "What is the weather in Rome?")
+    await field("Result of weather(").fill(HOSTILE)
+    await field("Call tools").select_option("none")
+    async with looker.page.expect_request("**/v1/chat/completions") as sent:
+        await looker.page.get_by_role("button", name="Send").click()
+    *_, question, called, result = json.loads((await sent.value).post_data)["messages"]
+    assert question["content"] == "What is the weather in Rome?"
+    (call,) = called["tool_calls"]
+    assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("weather", {"city": "Rome"})
+    assert result == {"role": "tool", "tool_call_id": call["id"], "content": HOSTILE}
+    await looker.sees("Result of weather", ".message h3")
+    await looker.page.locator(".message").nth(3).wait_for()
+    await looker.sees("in all", "[role=status]")
+    assert await injected(looker) == 0
+    python = await looker.page.get_by_label("The request in Python").text_content()
+    assert "tool_call_id" in python, "the next request has the whole conversation"
+
+
+async def test_the_what_if_predicts_from_what_engines_measure(real, gateways, look) -> None:
+    gateway = await gateways(wait=False, catalog=catalog_of(real))
+    looker = await look()
+    await looker.open(gateway.url)
+    await looker.has_ready(1)
+    await looker.page.get_by_role("link", name="What if").click()
+    await looker.sees("Predicted latencies")
+    await looker.page.get_by_label("Replicas").fill("3")
+    await looker.sees("3 (asked)", "td")
+    await looker.sees("3 replicas at", "[role=status]")
+    await looker.page.get_by_label("Requests per second").fill("100000")
+    await looker.sees("without bound", "td")
+    await looker.page.get_by_label("Tokens of a prompt").fill("100000")
+    await looker.sees("more than the model takes", ".error")
+    await looker.page.get_by_role("button", name="As it is now").click()
+    await looker.sees("1 (asked)", "td")
+
+
+async def test_scaling_decisions_are_shown_as_they_come(engines, gateways, look) -> None:
+    gateway = await gateways(*engines)
+    looker = await look()
+    await looker.open(gateway.url, "scaling")
+    await looker.sees("has reported no decision yet")
+    await tell_decision(gateway, message="3.00 requests/s need 2 replicas")
+    await looker.sees("1 → 2 replicas, ScaledUp. 3.00 requests/s need 2 replicas", "summary")
+    await looker.page.locator("summary").first.focus()
+    await looker.page.keyboard.press("Enter")
+    await looker.sees("What each target asked for")
+
+
+async def test_the_use_of_a_limit_is_shown_while_it_grows(engines, gateways, look) -> None:
+    keys = [f"{hash_key(ADMIN)} role=admin", f"{hash_key('user')} tenant=acme requests_per_minute=1000"]
+    gateway = await gateways(*engines, api_keys=keys)
+    looker = await look()
+    await looker.open(gateway.url, "keys")
+    await looker.page.get_by_label("API key").fill(ADMIN)
+    await looker.page.keyboard.press("Enter")
+    await looker.sees("requests per minute: 0 of 1,000", "td")
+    assert (await gateway.chat(headers={"Authorization": "Bearer user"})).status == 200
+    await looker.sees("requests per minute: 1 of 1,000", "td")
 
 
 async def test_an_engine_that_dies_while_one_looks_is_shown(start_cluster, look) -> None:
@@ -198,6 +286,14 @@ async def test_hostile_texts_stay_texts(engines, gateways, fake, look) -> None:
     for view in ("Requests", "Load"):
         await looker.page.get_by_role("link", name=view).click()
         await looker.sees(SCRIPTS[1], "main")
+    await tell_decision(gateway, key=SCRIPTS[1], time=HOSTILE, mode=HOSTILE, policy=HOSTILE, message=HOSTILE)
+    await looker.page.get_by_role("link", name="Scaling").click()
+    await looker.sees(HOSTILE, "summary")
+    await looker.page.locator("summary").first.click()
+    await looker.sees(HOSTILE, "td")
+    await looker.page.get_by_role("link", name="What if").click()
+    await looker.sees("Now: ", "main")
+    assert SCRIPTS[1] in await looker.page.get_by_label("Deployment").inner_text()
     assert await injected(looker) == 0
 
 
@@ -217,6 +313,7 @@ async def test_hostile_names_in_keys_stay_texts(gateways, look) -> None:
     await looker.page.get_by_label("API key").fill(ADMIN)
     await looker.page.keyboard.press("Enter")
     await looker.sees(hostile, "td")
+    await looker.sees(f"tokens per minute of {hostile}: 0 of 5", "td")
     await looker.sees("admin", "td")
     assert await injected(looker) == 0
     assert ADMIN not in await looker.page.evaluate(
@@ -244,6 +341,17 @@ async def test_the_keyboard_suffices(engines, gateways, look) -> None:
                 return
         raise AssertionError(f"Tab does not reach {name}")
 
+    await tab_to("Scaling")
+    await press("Enter")
+    await looker.sees("Scaling decisions, and why", "h2")
+    await tab_to("What if")
+    await press("Enter")
+    await tab_to("Replicas")
+    await press("Control+A")
+    async with looker.page.expect_request("**/ui/what-if?*replicas=7*"):
+        await looker.page.keyboard.type("7")
+    await tab_to("As it is now")
+    await looker.page.evaluate("document.body.tabIndex = -1, document.body.focus()")
     await tab_to("Playground")
     await press("Enter")
     await tab_to("Message")
@@ -262,6 +370,7 @@ async def test_axe_finds_nothing_in_any_view(engines, gateways, look, axe, schem
     gateway = await gateways(*engines)
     await engines[0].push_state(load=EngineLoad(num_kv_bytes_total=10, num_kv_bytes_active=4, num_requests_running=1))
     assert (await gateway.chat()).status == 200
+    await tell_decision(gateway, message="3.00 requests/s need 2 replicas")
     looker = await look(color_scheme=scheme)
     await looker.open(gateway.url)
     await looker.sees("Live")
@@ -270,7 +379,9 @@ async def test_axe_finds_nothing_in_any_view(engines, gateways, look, axe, schem
         await looker.page.locator("main h2").first.wait_for()
         if view == "playground":
             await chat(looker, "hi")
-        if view == "requests":
+        if view == "what-if":
+            await looker.sees("Now: ", "main")
+        if view in ("requests", "scaling"):
             await looker.page.locator("summary").first.click()
         await looker.page.evaluate(axe)
         found = await looker.page.evaluate(

@@ -26,6 +26,7 @@ from pagemill_protocol.report.load import (
     PodCounts,
     QueueLoad,
 )
+from pagemill_protocol.report.scaling import ScalingDecision, ScalingReport
 from pagemill_protocol.report.state import EngineLoad
 from pagemill_protocol.versions import protocol_headers
 
@@ -54,6 +55,7 @@ class FakeGateway:
             arrivals=Arrivals(truth="value", window_s=60.0, requests_per_s=1.0, burst_window_s=6.0),
         )
         self.tokens: list[str] = []
+        self.decisions: list[ScalingDecision] = []
         self.port = 0
         self.is_reporting = True
         self._news = asyncio.Event()
@@ -75,12 +77,18 @@ class FakeGateway:
                 await asyncio.wait_for(self._news.wait(), 1.0)
         return response
 
+    async def hear(self, request: web.Request) -> web.Response:
+        assert request.headers["Authorization"] in self.tokens
+        self.decisions += msgspec.json.decode(await request.read(), type=ScalingReport).decisions
+        return web.json_response({})
+
 
 @pytest.fixture
 async def gateway() -> AsyncIterator[FakeGateway]:
     gateway = FakeGateway()
     app = web.Application()
     app.router.add_get("/internal/load", gateway.handle)
+    app.router.add_post("/internal/scaling", gateway.hear)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -165,6 +173,20 @@ async def test_waiting_requests_add_replicas_and_the_status_says_why(
 
 def events(api: Any) -> list[str]:
     return [event["message"] for event in api.collections["Event"].objects.values()]
+
+
+async def test_a_gateway_is_told_decisions_with_their_reasons(
+    api: Any, gateway: FakeGateway, run_operator: Any
+) -> None:
+    api.change("Pod", pod())
+    api.change("LLMDeployment", scaled())
+    gateway.set_load(engines=EnginesLoad(truth="value"), queue=waiting(6))
+    run_operator(gateway_control_port=gateway.port)
+    await api.until(lambda: any(each.replicas == 3 for each in gateway.decisions))
+    found = next(each for each in gateway.decisions if each.replicas == 3)
+    assert (found.key, found.mode, found.replicas_before, found.reason) == ("default/chat", "Active", 1, "ScaledUp")
+    assert found.message
+    assert [each.needed for each in found.goals if each.name == "queueDepth"] == [3]
 
 
 async def test_a_silent_gateway_removes_no_replicas(api: Any, gateway: FakeGateway, run_operator: Any) -> None:

@@ -15,8 +15,8 @@ import msgspec
 from pagemill.planning.forecast import IDLE_RPS, PlannedWorkload, predictor_of
 from pagemill.planning.replica import PlannedReplica
 from pagemill.planning.users import Users, answer_s, asking_at, steady
-from pagemill_operator.autoscaler.prediction import OfferedLoad, Prediction, waits_s
 from pagemill_operator.autoscaler.settings import Slo
+from pagemill_protocol.report.prediction import OfferedLoad, Prediction, waits_s
 
 
 class RolePair(NamedTuple):

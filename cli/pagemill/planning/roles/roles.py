@@ -15,9 +15,9 @@ from pagemill.planning.forecast import IDLE_RPS, PlannedWorkload, ServingCost, c
 from pagemill.planning.replica import PlannedReplica, check_length
 from pagemill.planning.roles.pools import Loads, RolePair, RolePools
 from pagemill.planning.users import MEAN, Users
-from pagemill_operator.autoscaler.prediction import OfferedLoad, Prediction
 from pagemill_operator.autoscaler.settings import Slo
 from pagemill_operator.autoscaler.slo import meets
+from pagemill_protocol.report.prediction import OfferedLoad, Prediction
 
 GBIT_PER_S = 25.0
 """The default speed of the link of each replica."""

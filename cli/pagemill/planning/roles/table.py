@@ -8,7 +8,7 @@ from typing import Any
 from pagemill.planning import report
 from pagemill.planning.roles.pairs import PairAnswer
 from pagemill.planning.roles.roles import Role
-from pagemill_operator.autoscaler.prediction import Prediction
+from pagemill_protocol.report.prediction import Prediction
 
 MIXED = "mixed"
 """The roles of replicas as Pagemill serves them."""

@@ -12,14 +12,22 @@ import logging
 import secrets
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
 from pagemill_gateway.limits.memory import MemoryStore, monotonic_ms
 from pagemill_gateway.limits.periods import Calendar, Periods
 from pagemill_gateway.limits.redis.link import RedisLink, RedisUnavailable, Script
-from pagemill_gateway.limits.store import ExtensionRequest, Level, ReservationAnswer, ReservationRequest, amount_of
+from pagemill_gateway.limits.store import (
+    ExtensionRequest,
+    Level,
+    ReservationAnswer,
+    ReservationRequest,
+    Use,
+    UseReport,
+    amount_of,
+)
 from pagemill_servers.keys.caller import Limits
 
 logger = logging.getLogger("pagemill.gateway.limits")
@@ -35,8 +43,8 @@ MAX_BATCH = 128
 BUDGET_EXPIRE_S = 32 * 24 * 3600
 CLOSE_TIMEOUT_S = 1.0
 
-NAMES = ("reserve", "extend", "settle", "renew", "beat")
-RESERVE, EXTEND, SETTLE, RENEW, BEAT = (Script(name) for name in NAMES)
+NAMES = ("reserve", "extend", "settle", "renew", "beat", "use")
+RESERVE, EXTEND, SETTLE, RENEW, BEAT, USE = (Script(name) for name in NAMES)
 
 
 class _Open(NamedTuple):
@@ -164,6 +172,22 @@ class RedisStore:
     def adopt(self, ask: ReservationRequest) -> None:
         self._open[ask.lease] = self._opened(ask)
         self.local.record(ask)
+
+    async def use(self, accounts: Sequence[str]) -> UseReport:
+        periods, found = self._calendar.now(), list[Use]()
+        try:
+            for start in range(0, len(accounts), MAX_BATCH):
+                calls = [(self._use_keys(each, periods), [self._now()]) for each in accounts[start : start + MAX_BATCH]]
+                found += [Use(*map(int, each)) for each in await self._link.run_all(USE, calls) if each is not None]
+        except RedisUnavailable:
+            found = []
+        if len(found) < len(accounts):
+            return (await self.local.use(accounts))._replace(is_shared=False)
+        return UseReport(found)
+
+    def _use_keys(self, account: str, periods: Periods) -> list[str]:
+        names = ("requests", "tokens", "running", f"day:{periods.day}", f"month:{periods.month}")
+        return [self._account_key(account, name) for name in names]
 
     def settle(self, lease: str, tokens: int) -> None:
         self.local.settle(lease, tokens)

@@ -15,18 +15,24 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from pagemill_gateway.limits.store import Use
+from pagemill_gateway.routes.page.questions import read_limit, read_what_if
 from pagemill_gateway.routes.page.viewers import HEADERS, EventStream, Viewers
 from pagemill_gateway.worker import Worker
-from pagemill_protocol.errors import invalid_field, not_found, show
+from pagemill_protocol.errors import not_found
+from pagemill_protocol.report.scaling import KEPT_DECISIONS
 from pagemill_servers.auth import is_loopback
 from pagemill_servers.guard import check_host
-from pagemill_servers.keys.caller import Caller
+from pagemill_servers.keys.caller import Caller, Charge
 from pagemill_servers.origin import check_same_origin, forbidden, header_values
 from pagemill_servers.request_middleware import read_body
 
 PATH = "/ui"
 DEFAULT_DECISIONS = 30
 MAX_DECISIONS = 100
+MAX_COUNTED = 500
+"""The use of the limits of so many keys is shown."""
+NO_STORE = {"cache-control": "no-store"}
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types"
@@ -61,6 +67,8 @@ def page_routes(worker: Worker) -> list[Route]:
         Route(PATH, page.file),
         Route(f"{PATH}/events", page.events),
         Route(f"{PATH}/decisions", page.decisions),
+        Route(f"{PATH}/scaling", page.scaling),
+        Route(f"{PATH}/what-if", page.what_if),
         Route(f"{PATH}/keys", page.keys),
         Route(f"{PATH}/{{file:path}}", page.file),
     ]
@@ -94,20 +102,32 @@ class PageRoutes:
     async def decisions(self, request: Request) -> Response:
         """Return the latest routing decisions, with what the choice was made by."""
         self._viewer(request)
-        text = request.query_params.get("limit", str(DEFAULT_DECISIONS))
-        if not (text.isascii() and text.isdigit() and len(text) < 4 and 1 <= int(text) <= MAX_DECISIONS):
-            raise invalid_field(
-                "limit", f"limit must be a whole number of decisions from 1 to {MAX_DECISIONS}, got {show(text)}."
-            )
-        body = await self._worker.control.decisions(int(text))
-        return Response(body, media_type="application/json", headers={"cache-control": "no-store"})
+        body = await self._worker.control.decisions(read_limit(request.query_params, DEFAULT_DECISIONS, MAX_DECISIONS))
+        return Response(body, media_type="application/json", headers=NO_STORE)
+
+    async def scaling(self, request: Request) -> Response:
+        """Return the latest scaling decisions of the operator."""
+        self._viewer(request)
+        body = await self._worker.control.scaling(read_limit(request.query_params, DEFAULT_DECISIONS, KEPT_DECISIONS))
+        return Response(body, media_type="application/json", headers=NO_STORE)
+
+    async def what_if(self, request: Request) -> Response:
+        """Return predicted latencies of other replicas, rates and lengths."""
+        self._viewer(request)
+        body = await self._worker.control.what_if(read_what_if(request.query_params))
+        return Response(body, media_type="application/json", headers=NO_STORE)
 
     async def keys(self, request: Request) -> Response:
-        """Return what each key may do; of the keys themselves, the beginnings of their hashes."""
+        """Return what each key may do and has used; of the keys themselves, the beginnings of their hashes."""
         self._viewer(request)
         callers = sorted(self._worker.keys.callers, key=lambda each: (each.tenant, each.key_hash))
-        body = {"open": self._worker.keys.open, "keys": [_key(each) for each in callers]}
-        return JSONResponse(body, headers={"cache-control": "no-store"})
+        charges = [_charges(each) for each in callers]
+        counted = sorted({each.account for own in charges[:MAX_COUNTED] for each in own})
+        report = await self._worker.limiter.use(counted)
+        use = dict(zip(counted, report.accounts, strict=True))
+        keys = [_key(caller, own, use) for caller, own in zip(callers, charges, strict=True)]
+        body = {"open": self._worker.keys.open, "is_shared": report.is_shared, "keys": keys}
+        return JSONResponse(body, headers=NO_STORE)
 
     def _viewer(self, request: Request) -> Caller:
         """Return the caller if it may look. Raises `PagemillError` 401 or 403."""
@@ -156,15 +176,26 @@ def _read_folder(folder: Traversable, prefix: str, found: dict[str, PageFile]) -
             found[path] = PageFile(content, media_type, f'"{sha256(content).hexdigest()[:16]}"')
 
 
-def _key(caller: Caller) -> dict[str, Any]:
+def _charges(caller: Caller) -> list[Charge]:
+    """Return the accounts of a key that have limits: its own, and those of models."""
+    return list(caller.charges([name for name, _ in caller.model_limits]))
+
+
+def _key(caller: Caller, charges: list[Charge], use: dict[str, Use]) -> dict[str, Any]:
+    """Return a key with its limits; `used` is None where it was not counted."""
     return {
         "account": caller.tenant or f"key {caller.key_hash[:8]}",
         "models": sorted(caller.models) if caller.models is not None else None,
         "limits": [
-            {"name": name, "model": model, "value": getattr(limits, name)}
-            for model, limits in (("", caller.limits), *caller.model_limits)
-            for name in limits._fields
-            if getattr(limits, name) is not None
+            {
+                "name": name,
+                "model": charge.model,
+                "value": value,
+                "used": getattr(use[charge.account], name) if charge.account in use else None,
+            }
+            for charge in charges
+            for name, value in charge.limits._asdict().items()
+            if value is not None
         ],
         "priority": caller.priority_class,
         "objective": caller.objective,

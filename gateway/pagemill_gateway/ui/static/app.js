@@ -6,8 +6,13 @@ import { KeysView } from "./keys.js";
 import { LoadView } from "./load.js";
 import { PlaygroundView } from "./playground.js";
 import { RequestsView } from "./requests.js";
+import { ScalingView } from "./scaling.js";
+import { WhatIfView } from "./what_if.js";
 
-const VIEWS = { fleet: ["Fleet", FleetView], load: ["Load", LoadView], requests: ["Requests", RequestsView], keys: ["Keys", KeysView], playground: ["Playground", PlaygroundView] };
+const VIEWS = {
+  fleet: ["Fleet", FleetView], load: ["Load", LoadView], scaling: ["Scaling", ScalingView], "what-if": ["What if", WhatIfView],
+  requests: ["Requests", RequestsView], keys: ["Keys", KeysView], playground: ["Playground", PlaygroundView],
+};
 const KEPT_SAMPLES = 180;
 const SILENT_MS = 8000;
 const RETRY_MS = [300, 1000, 2000, 5000];

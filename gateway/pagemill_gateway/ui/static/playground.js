@@ -1,4 +1,5 @@
-// The chat playground: a conversation with a model, with the parameters, tools and structured output of the API.
+// The chat playground: a conversation with a model, with the parameters, tools and structured output of the API. What a
+// tool returns is written by hand.
 import { make, number, percent, setText } from "./dom.js";
 import { ask, events, hasKey } from "./gateway.js";
 import { asCurl, asPython } from "./request_code.js";
@@ -6,13 +7,16 @@ import { asCurl, asPython } from "./request_code.js";
 const NUMBERS = [["temperature", "Temperature", "0.7", "0.1"], ["top_p", "Top p", "", "0.05"], ["max_tokens", "Most tokens of the answer", "256", "1"], ["seed", "Seed", "", "1"]];
 const FORMATS = { text: "Text", json_object: "Any JSON object", json_schema: "JSON by a schema" };
 const SCHEMA = '{\n  "type": "object",\n  "properties": {"answer": {"type": "string"}},\n  "required": ["answer"],\n  "additionalProperties": false\n}';
+const TOOL_CHOICES = { auto: "When the model wants to", required: "Always", none: "Never" };
 const SURE = 0.5;
 
 export class PlaygroundView {
   constructor(state) {
     this.state = state;
     this.messages = [];
+    this.calls = [];
     this.fields = {};
+    this.results = make("div", { role: "group", "aria-label": "Results of the tools", hidden: true });
     this.log = make("div", { role: "log", "aria-label": "Conversation", tabindex: "0" });
     this.status = make("p", { role: "status", class: "muted" });
     this.send = make("button", { class: "main", type: "submit" }, "Send");
@@ -21,7 +25,7 @@ export class PlaygroundView {
     const form = make("form", { on: { submit: (event) => this.submit(event), input: () => this.showCode() } },
       make("div", { class: "chat" },
         make("section", { "aria-label": "Parameters" }, make("h2", {}, "Parameters"), this.parameters()),
-        make("section", { "aria-label": "Chat" }, make("h2", {}, "Chat"), this.log,
+        make("section", { "aria-label": "Chat" }, make("h2", {}, "Chat"), this.log, this.results,
           this.field("prompt", "Message", make("textarea", { rows: "3", required: true })),
           make("p", { class: "buttons" }, this.send, button("Stop", () => this.stopping?.abort()), button("Start again", () => this.clear())),
           this.status,
@@ -42,9 +46,10 @@ export class PlaygroundView {
       NUMBERS.map(([name, title, value, step]) => this.field(name, title, make("input", { type: "number", value, step }))),
       check("stream", "Stream the answer", true),
       check("logprobs", "Show log probabilities", false),
-      this.field("format", "Form of the answer", make("select", {}, Object.entries(FORMATS).map(([value, text]) => make("option", { value }, text)))),
+      this.field("format", "Form of the answer", make("select", {}, options(FORMATS))),
       this.field("schema", "JSON Schema", make("textarea", { rows: "4" }, SCHEMA)),
       this.field("tools", "Tools (JSON list, as the API takes them)", make("textarea", { rows: "4" })),
+      this.field("tool_choice", "Call tools", make("select", {}, options(TOOL_CHOICES))),
     ];
   }
 
@@ -67,14 +72,30 @@ export class PlaygroundView {
   body() {
     const { fields } = this;
     const system = fields.system.value ? [{ role: "system", content: fields.system.value }] : [];
-    const body = { model: fields.model.value, messages: [...system, ...this.messages, { role: "user", content: fields.prompt.value }] };
+    const body = { model: fields.model.value, messages: [...system, ...this.messages, ...this.newMessages()] };
     for (const [name] of NUMBERS) if (fields[name].value !== "") body[name] = Number(fields[name].value);
     if (fields.logprobs.checked) Object.assign(body, { logprobs: true, top_logprobs: 5 });
     if (fields.format.value === "json_object") body.response_format = { type: "json_object" };
     if (fields.format.value === "json_schema") body.response_format = { type: "json_schema", json_schema: { name: "answer", strict: true, schema: parsed("JSON Schema", fields.schema.value) } };
-    if (fields.tools.value.trim()) body.tools = parsed("Tools", fields.tools.value);
+    if (fields.tools.value.trim()) Object.assign(body, { tools: parsed("Tools", fields.tools.value), tool_choice: fields.tool_choice.value });
     if (fields.stream.checked) Object.assign(body, { stream: true, stream_options: { include_usage: true } });
     return body;
+  }
+
+  /** Return the results of the tools that the last answer called, and the message, which is then not needed. */
+  newMessages() {
+    const results = this.calls.map(({ call, input }) => ({ role: "tool", tool_call_id: call.id, content: input.value }));
+    const text = this.fields.prompt.value;
+    return text || !results.length ? [...results, { role: "user", content: text }] : results;
+  }
+
+  /** Ask for the result of each of these calls of tools. */
+  askForResults(calls) {
+    this.calls = calls.map((call, index) => ({ call, input: make("textarea", { rows: "2", id: `result-${index}` }) }));
+    this.results.replaceChildren(...this.calls.flatMap(({ call, input }) =>
+      [make("label", { for: input.id }, `Result of ${call.function.name}(${call.function.arguments})`), input]));
+    this.results.hidden = !calls.length;
+    this.fields.prompt.required = !calls.length;
   }
 
   showCode() {
@@ -90,6 +111,7 @@ export class PlaygroundView {
   clear() {
     this.stopping?.abort();
     this.messages = [];
+    this.askForResults([]);
     this.log.replaceChildren();
     setText(this.status, "");
     this.fields.prompt.focus();
@@ -101,14 +123,16 @@ export class PlaygroundView {
     const answer = new Answer();
     try {
       const body = this.body();
-      const asked = body.messages.at(-1);
-      this.log.append(make("div", { class: "message" }, make("h3", {}, "You"), asked.content), answer.element);
+      const asked = this.newMessages();
+      const names = [...this.calls.map(({ call }) => `Result of ${call.function.name}`), "You"];
+      this.log.append(...asked.map((each, index) => make("div", { class: "message" }, make("h3", {}, names[index]), each.content)), answer.element);
       this.stopping = new AbortController();
       this.send.setAttribute("aria-disabled", "true");
       setText(this.status, "Generating");
       await answer.read(body, this.stopping.signal);
-      this.messages.push(asked, answer.message());
+      this.messages.push(...asked, answer.message());
       this.fields.prompt.value = "";
+      this.askForResults(answer.message().tool_calls ?? []);
       setText(this.status, answer.summary());
     } catch (error) {
       const text = error.name === "AbortError" ? "Stopped." : `Error: ${error.message}`;
@@ -118,7 +142,7 @@ export class PlaygroundView {
       this.stopping = undefined;
       this.send.removeAttribute("aria-disabled");
       this.showCode();
-      this.fields.prompt.focus();
+      (this.calls[0]?.input ?? this.fields.prompt).focus();
     }
   }
 }
@@ -182,7 +206,8 @@ class Answer {
   }
 
   message() {
-    return { role: "assistant", content: this.content, ...(this.calls.length ? { tool_calls: this.calls } : {}) };
+    const calls = this.calls.filter(Boolean);
+    return { role: "assistant", content: this.content, ...(calls.length ? { tool_calls: calls } : {}) };
   }
 
   summary() {
@@ -194,6 +219,10 @@ class Answer {
   fail(text) {
     setText(this.parts.error, text);
   }
+}
+
+function options(texts) {
+  return Object.entries(texts).map(([value, text]) => make("option", { value }, text));
 }
 
 function parsed(name, text) {

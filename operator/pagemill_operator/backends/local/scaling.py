@@ -16,6 +16,7 @@ import aiohttp
 
 from pagemill_operator.autoscaler.records import Record, log_line
 from pagemill_operator.backends.scaler import Scaler
+from pagemill_operator.load.decisions import DecisionHistory, telling
 from pagemill_operator.load.store import LoadStore
 from pagemill_operator.load.stream import STREAM_FAULTS, follow_load
 from pagemill_operator.plan.types import Plan
@@ -58,6 +59,7 @@ class LocalScaling:
         self._on_refresh = on_refresh
         self._scaler = Scaler()
         self._loads = LoadStore()
+        self._history = DecisionHistory()
         self._urgent = asyncio.Event()
         self._tasks = [
             asyncio.create_task(self._follow(), name="load stream"),
@@ -102,7 +104,8 @@ class LocalScaling:
         while True:
             if url := self._control_url():
                 try:
-                    await follow_load(self._session, url, self._token, self._report)
+                    async with telling(self._session, url, self._token, self._history):
+                        await follow_load(self._session, url, self._token, self._report)
                 except STREAM_FAULTS as error:
                     logger.debug("the gateway's load stream is interrupted: %s", str(error) or type(error).__name__)
                 finally:
@@ -149,4 +152,5 @@ class LocalScaling:
             )
             if record is not None:
                 logger.info("%s", log_line(record))
+                self._history.note(record)
                 self._on_decision(record)

@@ -33,6 +33,7 @@ from pagemill_operator.controller.watching.cache import ObjectCache
 from pagemill_operator.controller.watching.load_progress import LoaderProgress
 from pagemill_operator.controller.watching.load_stream import LoadStreams, display_wait_s
 from pagemill_operator.controller.watching.periodic import PodMonitors, repeat, retry
+from pagemill_operator.load.decisions import DecisionHistory
 from pagemill_operator.load.store import LoadStore
 from pagemill_protocol.engine_token import GATEWAY_CONTROL
 
@@ -66,6 +67,7 @@ class Leader:
         self.loads = LoadStore()
         self.progress = LoaderProgress(client)
         self.scaler = Scaler()
+        self._history = DecisionHistory()
         self._starts = ColdStarts(self.loads.starts, metrics)
         self.adapter_statuses = AdapterStatuses(client, cache, self.loads.held, on_write=metrics.wrote)
         self._pod_monitors = PodMonitors(client, cache, namespaces, self.wake)
@@ -155,6 +157,7 @@ class Leader:
     def _make_streams(self) -> LoadStreams:
         return LoadStreams(
             self.loads,
+            self._history,
             gateways=self._cache.gateways,
             token=self._gateway_token,
             port=self._config.gateway_control_port,
@@ -169,6 +172,7 @@ class Leader:
             self._cluster,
             self._recorder,
             self._records,
+            self._history,
             self._metrics,
             self._standby,
             wake=self.wake,

@@ -21,6 +21,7 @@ from pagemill_operator.controller.reporting.metrics import OperatorMetrics
 from pagemill_operator.controller.scaling.decision_records import DecisionRecords
 from pagemill_operator.controller.scaling.standby import Standby
 from pagemill_operator.controller.watching.cache import ObjectCache
+from pagemill_operator.load.decisions import DecisionHistory
 from pagemill_operator.load.store import LoadStore
 from pagemill_operator.plan.types import Plan
 
@@ -38,6 +39,7 @@ class AutoscalingLoop:
         cluster: KubernetesCluster,
         recorder: EventRecorder,
         records: DecisionRecords,
+        history: DecisionHistory,
         metrics: OperatorMetrics,
         standby: Standby,
         *,
@@ -50,6 +52,7 @@ class AutoscalingLoop:
         self._cluster = cluster
         self._recorder = recorder
         self._records = records
+        self._history = history
         self._metrics = metrics
         self._standby = standby
         self._wake = wake
@@ -111,6 +114,7 @@ class AutoscalingLoop:
         decision = record.decision
         logger.info("%s", log_line(record))
         self._records.note(record)
+        self._history.note(record)
         self._metrics.scaled(record.key, decision.replicas)
         owner = self._cache.owner(record.key)
         if owner is not None and decision.changes and record.settings.mode == "Advisory":

@@ -1,4 +1,4 @@
-"""Keeps one load stream open to each ready gateway pod. Only the leader does.
+"""Keeps one load stream open to each ready gateway pod, and tells it scaling decisions. Only the leader does.
 
 Reports go into `load.store`; `status.load` decides how much of them `status` shows, and how often.
 """
@@ -15,6 +15,7 @@ import aiohttp
 
 from pagemill_operator.backends.kubernetes.snapshot import Manifest
 from pagemill_operator.controller.watching.cache import is_ready
+from pagemill_operator.load.decisions import DecisionHistory, telling
 from pagemill_operator.load.store import LoadStore
 from pagemill_operator.load.stream import STREAM_FAULTS, follow_load
 from pagemill_operator.status.load import LEAST_SECONDS_BETWEEN_WRITES
@@ -39,6 +40,7 @@ class LoadStreams:
     def __init__(
         self,
         loads: LoadStore,
+        history: DecisionHistory,
         *,
         gateways: Callable[[], list[Manifest]],
         token: Callable[[], str | None],
@@ -47,6 +49,7 @@ class LoadStreams:
     ) -> None:
         """`on_change` is called with the keys whose load has changed."""
         self._loads = loads
+        self._history = history
         self._gateways = gateways
         self._token = token
         self._port = port
@@ -90,7 +93,9 @@ class LoadStreams:
             self._on_change(self._loads.put(uid, frame))
 
         try:
-            await follow_load(session, url, self._token() or "", report)
+            token = self._token() or ""
+            async with telling(session, url, token, self._history):
+                await follow_load(session, url, token, report)
         except STREAM_FAULTS as error:
             logger.log(
                 logging.DEBUG if uid in self._interrupted else logging.WARNING,

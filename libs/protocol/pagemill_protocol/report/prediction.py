@@ -5,7 +5,7 @@ that decode (arrivals x output tokens x s, by Little's law) and computes the pro
 is the least fixed point of the step-time model. The percentile adds two things. To the time per output token: the
 Poisson spread of the requests that decode at once, and of those that arrive while one decodes and whose prompts share
 its steps. To the time to first token: the wait behind other prompts, as in a queue with one server. ADR 28 compares the
-result with the scheduler.
+result with the scheduler. The autoscaler, `pagemill plan` and the gateway's page use it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from statistics import NormalDist
 
 import msgspec
 
-from pagemill_operator.autoscaler.signals import Shape
+from pagemill_protocol.report.shape import Shape
 from pagemill_protocol.report.step_time import StepTimeModel, in_rounds
 
 MAX_ROUNDS = 200
