@@ -132,8 +132,8 @@ class AdapterUses:
     def again(self, digest: str, num_places: int) -> float:
         """Return how likely it is that a request for the adapter comes before it would be dropped anyway.
 
-        An adapter that was asked for `age` requests ago is taken to be asked for once in so many, and one that nobody
-        asks for to stay loaded for as many requests as there are places.
+        An adapter that was asked for `age` requests ago is taken to be asked for once in so many, and one that no
+        request asks for to stay loaded for as many requests as there are places.
         """
         at = self._latest.get(digest)
         return 0.0 if at is None else min(1.0, num_places / (self._num_requests - at + 1))

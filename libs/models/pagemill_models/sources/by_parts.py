@@ -2,7 +2,7 @@
 
 The folder has the model's small files; those of weights are sparse: only their headers are there. `ModelParts` reads
 all else from the source, and keeps no copy. `resolve` fetches whole models into the machine's cache, which is better
-where all parts are on one machine; nobody can compare digests of files of which parts are read.
+where all parts are on one machine; digests of files of which parts are read cannot be compared.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ class Opened(NamedTuple):
 
     @property
     def folder(self) -> str | None:
-        """The folder that an engine process must be told, since the source leads elsewhere, or None."""
+        """The folder for the engine process, if the source leads elsewhere, or None."""
         return str(self.path) if self.fetched is not None or self.is_by_parts else None
 
     def whole(self) -> Path:
