@@ -20,7 +20,7 @@ from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_api.text.turn_end import warn_of_turn_end
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.offline import Message, Prompt, check_tokens, conversations_of, prompts_of, sampling_of
-from pagemill_models.sources import open_source
+from pagemill_engine.starting.opened_model import open_model
 from pagemill_models.spec.model_files import load_model_spec
 from pagemill_models.tokenizer_files.load_bundle import load_bundle
 from pagemill_models.tokenizer_files.resolved_defaults import with_defaults
@@ -39,7 +39,7 @@ class PromptEncoder:
     """Encodes prompts. Raises `SourceError` or `PagemillError` if the model's tokenizer cannot be used."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self.opened = open_source(config.model, field="model")
+        self.opened = open_model(config)
         """The opened model. Weights may still be being fetched while an engine loads."""
         path = self.opened.path
         bundle = load_bundle(path)
@@ -50,7 +50,7 @@ class PromptEncoder:
         self.tokenizer.check_limits()
         self.config = msgspec.structs.replace(
             config,
-            model_folder=None if self.opened.fetched is None else str(path),
+            model_folder=self.opened.folder,
             eos_token_ids=config.eos_token_ids or list(bundle.eos_token_ids),
             vocab_size=config.vocab_size or self.tokenizer.vocab_size,
         )

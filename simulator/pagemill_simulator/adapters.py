@@ -60,6 +60,7 @@ class AdapterBay:
         return AdapterSlots(
             num_slots=settings.num_slots,
             resident=[each for each in self._resident if each != self._closing],
+            num_kept=settings.num_slots,
             loading=list(self._held),
             load_ms=settings.load_s * 1000 if settings.reports_load_ms else 0.0,
             known=self._known,

@@ -106,8 +106,8 @@ def one_by_one(request: RequestView, candidates: list[Candidate]) -> tuple[Candi
         assert each.report.step_time is not None
         terms = cost(request, each, each.report, each.report.step_time)
         affinity_ms = SESSION_MS if any(other.session for other in candidates) and not each.session else 0.0
-        cost_ms = terms[4] + terms[3] + each.adapter_ms + affinity_ms
-        rows.append((*terms[:4], each.adapter_ms, terms[4] + each.adapter_ms, affinity_ms, cost_ms))
+        cost_ms = terms[4] + terms[3] + each.adapter_ms + each.eviction_ms + affinity_ms
+        rows.append((*terms[:4], each.adapter_ms, terms[4] + each.adapter_ms, each.eviction_ms, affinity_ms, cost_ms))
     best = min(row[-1] for row in rows)
     limit = best + max(NEAR_MS, best * NEAR_SHARE)
     near = [each for each, row in zip(candidates, rows, strict=True) if row[-1] <= limit]
@@ -145,6 +145,7 @@ def candidates(draw: st.DrawFn) -> Candidate:
         num_tokens,
         False,
         draw(st.sampled_from([0.0, 1.0, 250.0])),
+        draw(st.sampled_from([0.0, 40.0])),
         cost_basis_of(report, snapshot, num_unreported, num_tokens) if kept else None,
     )
 
@@ -163,7 +164,7 @@ def test_the_choice_its_reason_and_all_costs_equal_those_computed_one_by_one(
     request = RequestView(prompt, output, is_for_adapter=is_for_adapter)
     pods = [replace(each, endpoint_id=str(number), session=number == session) for number, each in enumerate(drawn)]
     if not is_for_adapter:
-        pods = [replace(each, adapter_ms=0.0) for each in pods]
+        pods = [replace(each, adapter_ms=0.0, eviction_ms=0.0) for each in pods]
     decision = CostPolicy(SESSION_MS).choose(request, pods)
     chosen, why, rows = one_by_one(request, pods)
     assert decision.chosen is chosen
@@ -202,7 +203,7 @@ def test_a_table_of_costs_decides_like_a_call_for_each_pod(
         table.update(place, replace(before, derived=basis_of(before)))
     for place, pair in enumerate(drawn):
         pod = replace(pair[place in changed], endpoint_id=str(place), session=place == session and not is_plain)
-        pod = replace(pod, derived=basis_of(pod), adapter_ms=0.0)
+        pod = replace(pod, derived=basis_of(pod), adapter_ms=0.0, eviction_ms=0.0)
         pods.append(replace(pod, num_cached_tokens=0) if is_plain else pod)
         table.update(place, pod)
     assert table.is_complete

@@ -35,7 +35,7 @@ COVERED = {
     ".venv/bin/pagemill plan": "tests/cli/test_plan_command",
     ".venv/bin/pagemill simulate": "tests/cli/test_simulate_command",
     "helm": "e2e/helm_howto, e2e/limits",
-    "kubectl": "e2e/helm_howto, e2e/limits, e2e/cached_model",
+    "kubectl": "e2e/helm_howto, e2e/limits, e2e/cached_model, e2e/adapters",
     "export API_KEY": "e2e/helm_howto",
     "export REGISTRY": "e2e/helm_howto sets both",
     "for each in": "e2e/helm_howto",

@@ -110,7 +110,7 @@ def test_an_adapter_that_is_no_longer_evicted_serves_its_waiting_requests() -> N
 
 def test_a_pod_without_a_reported_load_time_reports_everything_else() -> None:
     bay = AdapterBay(AdapterSettings(3, 0.2, False), Events(), start=lambda _: None, changed=lambda: None)
-    assert bay.slots() == AdapterSlots(num_slots=3)
+    assert bay.slots() == AdapterSlots(num_slots=3, num_kept=3)
 
 
 def served(

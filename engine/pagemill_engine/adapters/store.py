@@ -150,10 +150,14 @@ class AdapterStore:
         return digest in self._folders
 
     def get(self, digest: str) -> LoadedAdapter:
-        """Return a loaded adapter, which counts as used now."""
+        """Return a loaded adapter."""
+        with self._lock:
+            return self._loaded[digest]
+
+    def touch(self, digest: str) -> None:
+        """Count a loaded adapter as used now. Those in a slot are not asked for by `get` again."""
         with self._lock:
             self._loaded.move_to_end(digest)
-            return self._loaded[digest]
 
     def fetch(self, digest: str) -> bool:
         """Return whether an adapter is loaded; begin to load it if not. Raises `AdapterError` if that failed."""

@@ -1,9 +1,9 @@
 """Requests for adapters on their way into the scheduler: each enters once its adapter is loaded and has a slot.
 
 At most `max_loras` adapters have a slot at once. A request without a slot waits until the requests of another adapter
-have ended, and those for adapters that came after it wait behind it, so that no adapter is overtaken for ever. Adapters
-are loaded for as many waiting requests, in order of arrival, as may be kept. Requests for the model alone wait for
-nothing here.
+have ended. Up to `MAX_OVERTAKING` later ones for adapters with a slot share their steps meanwhile; all others wait
+behind it, so that no adapter is overtaken for ever. Adapters are loaded for as many waiting requests, in order of
+arrival, as may be kept. Requests for the model alone wait for nothing here.
 """
 
 from __future__ import annotations
@@ -32,6 +32,10 @@ logger = logging.getLogger(__name__)
 POLL_S = 0.005
 """Time that an engine without other work waits for an adapter before it reads messages again."""
 
+MAX_OVERTAKING = 8
+"""Requests for adapters with a slot that may enter before one that waits for a slot. With more, adapters change less
+often, but the one that waits may wait for as many answers, one after the other."""
+
 
 class _Read(NamedTuple):
     """A folder that is being read because a server asked for it."""
@@ -48,6 +52,8 @@ class AdapterRequests:
         self._waiting: dict[str, GenerateRequest] = {}
         self._users: dict[str, set[str]] = {}
         """Requests that entered, by the digests of their adapters: those with a slot."""
+        self._overtaken: tuple[str, int] = ("", 0)
+        """The request that waits for a slot, and how many have overtaken it."""
         self._soon: set[str] = set()
         """Adapters of waiting requests that are loaded, or being loaded, for them."""
         self._ends: list[TokensOut] = []
@@ -116,19 +122,24 @@ class AdapterRequests:
             return
         self._drop_ended()
         self._soon = self._needed_soon()
+        blocked = ""
         for request_id, request in list(self._waiting.items()):
             digest = request.adapter_digest
             try:
                 if not self.store.knows(digest) and digest not in self._users:
                     raise not_known()
                 if digest not in self._users:
-                    if digest not in self._soon:
-                        return
-                    if not self.store.fetch(digest):
+                    if blocked:
                         continue
-                    if len(self._users) >= self.store.limits.max_loras:
-                        return
+                    if digest in self._soon and not self.store.fetch(digest):
+                        continue
+                    if digest not in self._soon or len(self._users) >= self.store.limits.max_loras:
+                        blocked = request_id
+                        continue
+                elif blocked and not self._may_overtake(blocked):
+                    return
                 self._soon.discard(digest)
+                self.store.touch(digest)
                 del self._waiting[request_id]
                 self._users.setdefault(digest, set()).add(request_id)
                 self._grammar_requests.add(request)
@@ -136,6 +147,13 @@ class AdapterRequests:
                 self._refuse(request, refused(error.message))
             except PagemillError as error:
                 self._refuse(request, error)
+
+    def _may_overtake(self, blocked: str) -> bool:
+        """Return whether one more request may enter before `blocked`, and count it."""
+        name, count = self._overtaken
+        count = count if name == blocked else 0
+        self._overtaken = (blocked, count + 1)
+        return count < MAX_OVERTAKING
 
     def take_ends(self) -> list[TokensOut]:
         """Return the outputs, since the last call, of requests that ended before they entered."""
@@ -150,7 +168,11 @@ class AdapterRequests:
         """Return the adapters of this engine for its reports."""
         store = self.store
         return AdapterSlots(
-            num_slots=store.limits.max_loras, resident=store.loaded, loading=store.loading, load_ms=store.load_ms
+            num_slots=store.limits.max_loras,
+            resident=store.loaded,
+            num_kept=store.limits.max_cpu_loras,
+            loading=store.loading,
+            load_ms=store.load_ms,
         )
 
     def counts(self) -> tuple[list[str], list[str]]:

@@ -46,7 +46,8 @@ from pagemill_engine.server.routes.apps import control_app, data_app
 from pagemill_engine.server.routes.keys import internal_tokens, open_keys, with_token
 from pagemill_engine.server.settings import Settings
 from pagemill_engine.sizing.unused_settings import UnusedSetting, unused_settings, without
-from pagemill_models.sources import Opened, SourceError, default_name, open_source
+from pagemill_engine.starting.opened_model import open_model
+from pagemill_models.sources import Opened, SourceError, default_name
 from pagemill_models.spec.model_files import load_model_spec
 from pagemill_models.tokenizer_files.load_bundle import load_bundle
 from pagemill_models.tokenizer_files.resolved_defaults import with_defaults
@@ -179,7 +180,7 @@ class Server:
             self._report_unused(unused)
         config = msgspec.structs.replace(
             without(config, unused),
-            model_folder=None if opened.fetched is None else str(opened.path),
+            model_folder=opened.folder,
             eos_token_ids=config.eos_token_ids or list(bundle.eos_token_ids),
             vocab_size=config.vocab_size or bundle.vocab_size or None,
         )
@@ -385,7 +386,7 @@ def _open_model(settings: Settings) -> tuple[Opened, TokenizerBundle, list[Unuse
     """
     config = settings.engine
     with _source_faults(config):
-        opened = open_source(config.model, field="model")
+        opened = open_model(config)
         path = opened.path
         spec = None if config.null_runner else load_model_spec(path)
         if spec is not None:

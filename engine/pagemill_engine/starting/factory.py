@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.executing.base import Runner
+from pagemill_engine.starting.opened_model import open_model
 from pagemill_engine.weights.early_digest import EarlyDigest
 from pagemill_engine.weights.errors import LoadError
 from pagemill_models.declaration.quantization_settings import check_quantization
@@ -68,7 +69,9 @@ def _by_its_source(config: EngineConfig, error: LoadError) -> LoadError:
 
 def find_model(config: EngineConfig) -> Path:
     """Return the model's file or folder, into which weights may still be fetched. Raises `SourceError`."""
-    return Path(config.model_folder) if config.model_folder else resolve_source(config.model, field="model")
+    if config.model_folder:
+        return Path(config.model_folder)
+    return resolve_source(config.model, field="model") if config.nodes is None else open_model(config).whole()
 
 
 def _load(

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from typing import NamedTuple
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,21 +24,33 @@ WHOLE_TENSOR_BYTES = 256 * 1024
 SAMPLE_BYTES = 64 * 1024
 
 
+class TensorBytes(Protocol):
+    """An array, or bytes that are read when they are needed."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, part: slice, /) -> NDArray[np.uint8]: ...
+
+
 class StoredTensor(NamedTuple):
     name: str
     kind: str
     shape: tuple[int, ...]
-    data: NDArray[np.uint8]
+    data: TensorBytes
     """The stored bytes, one-dimensional."""
 
 
-def digest_tensors(tensors: Iterable[StoredTensor], total_bytes: int) -> str:
-    """Return the hex digest. The order of the tensors does not matter."""
+def digest_tensors(tensors: Iterable[StoredTensor], total_bytes: int, num_readers: int = 1) -> str:
+    """Return the hex digest. The order of the tensors does not matter. `num_readers`: tensors that are read at once."""
     hasher = hashlib.blake2b(digest_size=16)
-    for tensor in sorted(tensors, key=lambda tensor: tensor.name):
-        hasher.update(f"{tensor.name}|{tensor.kind}|{tensor.shape}|{len(tensor.data)}|".encode())
-        for piece in _pieces(tensor.data, total_bytes):
-            hasher.update(piece.data)
+    ordered = sorted(tensors, key=lambda tensor: tensor.name)
+    with ThreadPoolExecutor(num_readers) as pool:
+        read = partial(_pieces, total_bytes=total_bytes)
+        found = pool.map(read, ordered) if num_readers > 1 else map(read, ordered)
+        for tensor, pieces in zip(ordered, found, strict=True):
+            hasher.update(f"{tensor.name}|{tensor.kind}|{tensor.shape}|{len(tensor.data)}|".encode())
+            for piece in pieces:
+                hasher.update(piece.data)
     return hasher.hexdigest()
 
 
@@ -46,8 +60,9 @@ def gguf_digest(file: GGUFFile) -> str:
     return digest_tensors(stored, sum(tensor.num_bytes for tensor in tensors))
 
 
-def _pieces(data: NDArray[np.uint8], total_bytes: int) -> list[NDArray[np.uint8]]:
+def _pieces(tensor: StoredTensor, total_bytes: int) -> list[NDArray[np.uint8]]:
+    data = tensor.data
     if total_bytes <= WHOLE_MODEL_BYTES or len(data) <= WHOLE_TENSOR_BYTES:
-        return [data]
+        return [data[:]]
     middle = len(data) // 2
     return [data[:SAMPLE_BYTES], data[middle : middle + SAMPLE_BYTES], data[-SAMPLE_BYTES:]]

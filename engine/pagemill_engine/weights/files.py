@@ -27,9 +27,12 @@ from pagemill_kernels.pieces import each_piece
 from pagemill_models.files.partial_download import awaited_bytes, wait_until_complete
 from pagemill_models.files.regular_file import open_regular
 from pagemill_models.sharding.slices import TensorSlice
-from pagemill_protocol.source_errors import UnreadableModelError
+from pagemill_models.sources.by_parts import ModelParts, has_parts
+from pagemill_protocol.source_errors import FetchError, UnreadableModelError
 
 PIECE_BYTES = 2 * 1024**2
+COLUMNS_BYTES = 64 * 1024**2
+"""Rows that are read at once for their columns from a network."""
 
 
 class WeightFiles:
@@ -39,6 +42,8 @@ class WeightFiles:
         """Open the files. Raises `LoadError`. `root`: the model's folder, by default the one that contains a file."""
         self._paths = paths
         self._files: list[int] = []
+        folder = root or (paths[0].parent if paths else Path())
+        self._remote = ModelParts(folder) if has_parts(folder) else None
         self._awaited = {number for number, path in enumerate(paths) if awaited_bytes(path) is not None}
         weakref.finalize(self, _close, self._files)
         for path in paths:
@@ -47,6 +52,11 @@ class WeightFiles:
             except UnreadableModelError as error:
                 raise LoadError(error.reason, error.message) from error
         self._ahead = ReadAhead(self._files)
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether bytes come from a network, and the files have headers only."""
+        return self._remote is not None
 
     def wait_for_all(self) -> None:
         """Wait until all files are complete. Raises `LoadError`."""
@@ -62,6 +72,9 @@ class WeightFiles:
         """Fill `out`, contiguous, with the bytes from `offset` on. Raises `LoadError` if the file ends before."""
         self._wait_for(file)
         flat = out.reshape(-1).view(np.uint8)
+        if self._remote is not None:
+            self._fill(file, offset, flat)
+            return
         self._ahead.reading(file, offset, len(flat))
         each_piece(len(flat), 1, lambda piece: self._fill(file, offset + piece.start, flat[piece]), PIECE_BYTES)
 
@@ -75,6 +88,11 @@ class WeightFiles:
             return
         self._wait_for(file)
         flat = out.reshape(-1)
+        if self._remote is not None:
+            given = np.empty(len(flat), dtype=dtype)
+            self._fill(file, offset, given.view(np.uint8))
+            copy_floats(given, flat)
+            return
         self._ahead.reading(file, offset, len(flat) * dtype.itemsize)
         kept = threading.local()  # freeing and allocating memory for each piece would cost page faults
 
@@ -102,6 +120,9 @@ class WeightFiles:
                 at += end - first
             return
         self._wait_for(file)
+        if self._remote is not None:
+            self._fill_columns(file, offset, dtype, (shape[0], num_values), found, out)
+            return
         self._ahead.reading(file, offset, shape[0] * row_bytes)
 
         def fill(rows: slice) -> None:
@@ -117,6 +138,22 @@ class WeightFiles:
 
         each_piece(shape[0], found.size, fill)
 
+    def _fill_columns(
+        self, file: int, offset: int, dtype: np.dtype[Any], shape: tuple[int, int], found: TensorSlice, out: Array
+    ) -> None:
+        """Fill `out` with columns of a matrix of a network, whose rows are read whole: a request for the part of each
+        row would take longer than the bytes."""
+        num_rows = max(1, COLUMNS_BYTES // (shape[1] * dtype.itemsize))
+        for first in range(0, shape[0], num_rows):
+            rows = np.empty((min(num_rows, shape[0] - first), shape[1]), dtype=dtype)
+            self._fill(file, offset + first * shape[1] * dtype.itemsize, rows.reshape(-1).view(np.uint8))
+            part = np.concatenate([rows[:, begin:end] for begin, end in found.ranges], axis=1)
+            target = out[first : first + len(rows)].reshape(-1)
+            if out.dtype == dtype:
+                target[:] = part.reshape(-1)
+            else:
+                copy_floats(part.reshape(-1), target)
+
     def _wait_for(self, file: int) -> None:
         if file not in self._awaited:
             return
@@ -127,6 +164,12 @@ class WeightFiles:
         self._awaited.discard(file)
 
     def _fill(self, file: int, offset: int, out: NDArray[np.uint8]) -> None:
+        if self._remote is not None:
+            try:
+                self._remote.read(self._paths[file].name, offset, out.data)
+            except FetchError as error:
+                raise LoadError(error.reason, error.message) from error
+            return
         start = 0
         while start < len(out):
             try:

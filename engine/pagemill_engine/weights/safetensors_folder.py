@@ -13,9 +13,10 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pagemill_engine.weights.codes import CODE_KINDS, CodeKind, mxfp4_pairs
-from pagemill_engine.weights.digest import StoredTensor, digest_tensors
+from pagemill_engine.weights.digest import StoredTensor, TensorBytes, digest_tensors
 from pagemill_engine.weights.errors import LoadError
 from pagemill_engine.weights.files import WeightFiles
 from pagemill_engine.weights.floats import copy_floats
@@ -65,6 +66,8 @@ _REMEDY = "Fetch the folder again and compare its files with the publisher's."
 
 BLOCKS, SCALES = "_blocks", "_scales"
 """Endings of the two tensors of a matrix in MXFP4."""
+
+REMOTE_READERS = 8
 
 
 class _Stored(NamedTuple):
@@ -172,17 +175,24 @@ class SafetensorsFolder:
 
     def digest(self) -> str:
         self._files.wait_for_all()
-        files = [np.memmap(shard, np.uint8, "r") for shard in self._shards]
-        tensors = (
+        mapped = [] if self._files.is_remote else [np.memmap(shard, np.uint8, "r") for shard in self._shards]
+
+        def data(file: int, header: TensorHeader) -> TensorBytes:
+            if not mapped:
+                return _RemoteBytes(self._files, file, header)
+            return np.asarray(mapped[file][header.offset : header.offset + header.num_bytes])
+
+        tensors = [
             StoredTensor(
                 header.name,
                 f"torch.{_DIGEST_NAMES.get(header.dtype, header.dtype)}",
                 header.shape,
-                np.asarray(files[file][header.offset : header.offset + header.num_bytes]),
+                data(file, header),
             )
             for file, header in self._stored.values()
-        )
-        return digest_tensors(tensors, sum(header.num_bytes for _, header in self._stored.values()))
+        ]
+        total_bytes = sum(header.num_bytes for _, header in self._stored.values())
+        return digest_tensors(tensors, total_bytes, 1 if mapped else REMOTE_READERS)
 
     def cut(self, slices: Slices) -> CutWeights:
         """Cut floats: codes of MXFP4 are read whole."""
@@ -237,6 +247,20 @@ class SafetensorsFolder:
             f"{self.where}: tensor `{name}` has type {self.dtype(part.stored_name)}. "
             "Use a float32, float16 or bfloat16 checkpoint.",
         )
+
+
+class _RemoteBytes:
+    """A tensor's bytes in a file of a network."""
+
+    def __init__(self, files: WeightFiles, file: int, header: TensorHeader) -> None:
+        self._files, self._file, self._header = files, file, header
+
+    def __len__(self) -> int:
+        return self._header.num_bytes
+
+    def __getitem__(self, part: slice, /) -> NDArray[np.uint8]:
+        start, end, _ = part.indices(len(self))
+        return self._files.read(self._file, self._header.offset + start, end - start)
 
 
 def _check_index(promised: set[str], held: set[str], folder: Path) -> None:

@@ -1,9 +1,9 @@
 """The default policy: chooses the pod where the request costs the fewest milliseconds.
 
 The cost is the sum of the expected TTFT, the delay of running requests (`routing.cost_terms`), the time until the
-request's adapter is loaded, and a constant for leaving the session's pod: a session stays while that costs less. Among
-costs that are equal within the accuracy of the prediction, the fewest requests win, so that concurrent requests and
-gateways do not all choose the same pod.
+request's adapter is loaded, the expected time to load the one again that is dropped for it, and a constant for leaving
+the session's pod: a session stays while that costs less. Among costs that are equal within the accuracy of the
+prediction, the fewest requests win, so that concurrent requests and gateways do not all choose the same pod.
 
 For a pod with a stale report, the load is this gateway's own counts, and cached prefixes are ignored. For a pod without
 a step-time model, the median model of the others is used. If no pod has one, the fewest requests win.
@@ -31,7 +31,17 @@ from pagemill_protocol.report.step_time import StepTimeModel
 NEAR_SHARE = 0.02
 NEAR_MS = 0.5
 """Costs within `NEAR_SHARE` of the smallest, or `NEAR_MS` above it, count as equal."""
-COLUMNS = ("step_ms", "wait_ms", "prefill_ms", "harm_ms", "adapter_ms", "ttft_ms", "affinity_ms", "cost_ms")
+COLUMNS = (
+    "step_ms",
+    "wait_ms",
+    "prefill_ms",
+    "harm_ms",
+    "adapter_ms",
+    "ttft_ms",
+    "eviction_ms",
+    "affinity_ms",
+    "cost_ms",
+)
 
 
 class CostPolicy(RoutingPolicy):
@@ -57,7 +67,7 @@ class CostPolicy(RoutingPolicy):
         if costs is None:
             return RoutingDecision(least_busy(candidates), "no engine has reported its step times: fewest requests")
         if request.is_for_adapter:
-            costs = [cost + each.adapter_ms for each, cost in zip(candidates, costs, strict=True)]
+            costs = [cost + each.adapter_ms + each.eviction_ms for each, cost in zip(candidates, costs, strict=True)]
         is_plain = isinstance(candidates, CandidateList) and candidates.is_plain
         has_session = not is_plain and True in [each.session for each in candidates]
         affinity_ms = self._session_ms if has_session else 0.0
@@ -105,8 +115,8 @@ class _Rows(Sequence[Sequence[float]]):
         basis = candidate.derived if self._bases is None else self._bases[index]
         terms = CostTerms(*self._terms(candidate, basis))
         adapter_ms, affinity_ms = candidate.adapter_ms, 0.0 if candidate.session else self._affinity_ms
-        cost_ms = terms.ttft_ms + terms.harm_ms + adapter_ms + affinity_ms
-        return (*terms, adapter_ms, terms.ttft_ms + adapter_ms, affinity_ms, cost_ms)
+        cost_ms = terms.ttft_ms + terms.harm_ms + adapter_ms + candidate.eviction_ms + affinity_ms
+        return (*terms, adapter_ms, terms.ttft_ms + adapter_ms, candidate.eviction_ms, affinity_ms, cost_ms)
 
     def ttft_ms(self, chosen: Candidate) -> float:
         """Return the expected TTFT of one of the candidates, without the other terms."""

@@ -42,6 +42,8 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     """Whether the request's session was at this endpoint last."""
     adapter_ms: float = 0.0
     """Time until the request's adapter is loaded; 0 if it is loaded or none is needed."""
+    eviction_ms: float = 0.0
+    """Expected time to load the adapter again that is dropped for the request's."""
     derived: Any = None
     """What the deployment's policy has derived from the other fields (`RoutingPolicy.derive`)."""
 

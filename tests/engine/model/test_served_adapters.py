@@ -173,6 +173,36 @@ def test_an_adapter_that_waits_for_a_slot_is_not_overtaken_for_ever(bases: Any, 
     assert engine.core.adapters.counts() == ([], [])
 
 
+def test_requests_for_adapters_with_a_slot_share_steps_while_another_waits(bases: Any, tmp_path: Path) -> None:
+    """One after the other they take 16 times the steps of one answer."""
+    base = bases("llama")
+    engine = Engine(base.folder, max_loras=1, max_cpu_loras=2)
+    digests = [
+        engine.load(write_adapter(base, tmp_path / str(seed), seed, **CASES["llama"][1]).folder) for seed in (1, 2)
+    ]
+    for index in range(16):
+        engine.add(str(index), PROMPTS[index], digests[index % 2])
+    num_steps, ends = 0, list[int]()
+    while engine.core.has_work:
+        ends += [int(out.request_id) for out in engine.core.step().outputs if out.finish_reason]
+        num_steps += 1
+    assert num_steps < 6 * (NUM_TOKENS + 2), "adapters change after each answer"
+    assert sorted(ends) == [*range(16)]
+
+
+def test_the_adapter_that_was_used_longest_ago_is_dropped_also_if_all_have_slots(bases: Any, tmp_path: Path) -> None:
+    base = bases("llama")
+    engine = Engine(base.folder, max_loras=2, max_cpu_loras=2)
+    folders = [write_adapter(base, tmp_path / str(seed), seed, target_modules=["q_proj"]).folder for seed in range(3)]
+    often, once = (engine.load(folder) for folder in folders[:2])
+    for digest in (often, once, often):
+        engine.greedy(PROMPTS[:1], [digest], 1)
+    assert engine.core.adapters is not None
+    assert engine.core.adapters.counts() == ([], [])
+    last = engine.load(folders[2])
+    assert engine.core.adapters.slots().resident == [often, last]
+
+
 def order_of_ends(engine: Engine, digests: Sequence[str]) -> list[int]:
     for index, digest in enumerate(digests):
         engine.add(str(index), PROMPTS[index], digest)

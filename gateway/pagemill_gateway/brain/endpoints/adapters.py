@@ -2,15 +2,19 @@
 
 The pod's frames report the resident adapters. Loads are simulated one after the other, with the duration that the pod
 reports. A decision that needs a load makes the adapter expected at the pod, until the request fails, the pod reports
-again, or `EXPIRY_S` after the first token. Evictions are known only when the pod reports them.
+again, or `EXPIRY_S` after the first token. Which adapter a load would drop follows from the order that the pod reports;
+`AdapterUses` says how soon requests for that one are to be expected.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 
 from pagemill_gateway.brain.endpoints.dispatches import EXPIRY_S
 from pagemill_protocol.report.adapters import AdapterSlots, AdapterStatus
+
+MAX_USES = 4096
+"""Adapters of a deployment whose last requests are remembered."""
 
 
 class Adapters:
@@ -19,6 +23,9 @@ class Adapters:
         self.by_name: dict[str, AdapterStatus] = {}
         """What the pod reports of each adapter; another object after each change."""
         self._digests = frozenset[str]()
+        self._pinned = frozenset[str]()
+        self._order: list[str] = []
+        """The loaded adapters in the order in which the pod would drop them."""
         self._loads: list[str] = []
         """The digests of running, waiting and expected loads, in this order."""
         self._began_s = 0.0
@@ -42,7 +49,9 @@ class Adapters:
         if slots.known != self._reported.known:
             self.by_name = {each.name: each for each in reversed(slots.known)}
             self._digests = frozenset(each.digest for each in slots.known if each.digest)
+            self._pinned = frozenset(each.digest for each in slots.known if each.pinned)
         self._reported = slots
+        self._order = sorted(slots.resident, key=self._pinned.__contains__)
         if new_engine:
             self._decisions.clear()
         expected = set(self._decisions.values()).difference(slots.resident)
@@ -58,6 +67,26 @@ class Adapters:
             return load_ms
         first_ms = max(0.0, load_ms - (now - self._began_s) * 1000)
         return first_ms + load_ms * (loads.index(digest) if digest in loads else len(loads))
+
+    @property
+    def num_kept(self) -> int:
+        return self._reported.num_kept
+
+    @property
+    def load_ms(self) -> float:
+        return self._reported.load_ms
+
+    @property
+    def resident(self) -> list[str]:
+        return self._reported.resident
+
+    def dropped_for(self, digest: str) -> str | None:
+        """Return the adapter that the pod would drop to load this one; None if it has room, or reports too little."""
+        reported = self._reported
+        if not reported.num_kept or digest in reported.resident or digest in self._loads:
+            return None
+        excess = len(reported.resident) + len(self._loads) + 1 - reported.num_kept
+        return self._order[excess - 1] if 0 < excess <= len(self._order) else None
 
     def expect(self, decision: int, digest: str, now: float) -> None:
         """Note a request for the adapter that is sent to the pod."""
@@ -84,3 +113,27 @@ class Adapters:
     def _expire(self, now: float) -> None:
         while self._expiring and self._expiring[0][0] <= now:
             self.drop(self._expiring.popleft()[1], now)
+
+
+class AdapterUses:
+    """When each adapter of a deployment was asked for last, counted in requests for adapters."""
+
+    def __init__(self) -> None:
+        self._num_requests = 0
+        self._latest: OrderedDict[str, int] = OrderedDict()
+
+    def asked(self, digest: str) -> None:
+        self._num_requests += 1
+        self._latest[digest] = self._num_requests
+        self._latest.move_to_end(digest)
+        if len(self._latest) > MAX_USES:
+            self._latest.popitem(last=False)
+
+    def again(self, digest: str, num_places: int) -> float:
+        """Return how likely it is that a request for the adapter comes before it would be dropped anyway.
+
+        An adapter that was asked for `age` requests ago is taken to be asked for once in so many, and one that no
+        request asks for to stay loaded for as many requests as there are places.
+        """
+        at = self._latest.get(digest)
+        return 0.0 if at is None else min(1.0, num_places / (self._num_requests - at + 1))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from pagemill_gateway.admission.output_tokens import OutputTokens
+from pagemill_gateway.brain.endpoints.adapters import AdapterUses
 from pagemill_gateway.brain.endpoints.record import EndpointRecord
 from pagemill_gateway.brain.interface import Target
 from pagemill_protocol.catalog import CatalogModel
@@ -97,6 +98,7 @@ class DeploymentRecord:
     bundle_digest: str = ""
     """The tokenizer that one of its endpoints reported last, which its next endpoint most likely has as well."""
     starts: StartEstimator = field(default_factory=StartEstimator)
+    adapter_uses: AdapterUses = field(default_factory=AdapterUses)
     targets: dict[str, Target] = field(default_factory=dict)
     """Cached targets for requests, by the endpoints' tokenizer, until `changed`."""
     _usable: list[EndpointRecord] | None = None

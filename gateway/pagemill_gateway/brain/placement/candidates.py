@@ -7,10 +7,12 @@ Most endpoints look the same to consecutive requests, so a decision builds few c
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from pagemill_gateway.brain.endpoints.adapters import Adapters, AdapterUses
 from pagemill_gateway.brain.endpoints.pod_reports import with_own_counts
 from pagemill_gateway.brain.endpoints.record import EndpointRecord
 from pagemill_gateway.routing.policy import Candidate, CandidateList, RoutingPolicy
@@ -76,17 +78,30 @@ class KeptCandidates:
 
 
 def with_adapter(
-    candidates: Sequence[Candidate], records: Sequence[EndpointRecord], digest: str, now: float
+    candidates: Sequence[Candidate], records: Sequence[EndpointRecord], digest: str, now: float, uses: AdapterUses
 ) -> list[Candidate]:
-    """Return the candidates with the times that a request for the adapter waits for its load."""
+    """Return the candidates with the times that a request for the adapter waits for its load, and with what it costs
+    that the load drops another adapter: loading that one again, unless another candidate has it."""
     waits_ms = [
         record.adapters.wait_ms(digest, now, believed=each.believed)
         for record, each in zip(records, candidates, strict=True)
     ]
+    drops_ms = [0.0] * len(records)
+    if len(records) > 1 and any(waits_ms):
+        num_places = sum(record.adapters.num_kept for record in records)
+        copies = Counter(each for record in records for each in record.adapters.resident)
+        drops_ms = [_drop_ms(record.adapters, digest, uses, copies, num_places) for record in records]
     return [
-        msgspec.structs.replace(each, adapter_ms=wait_ms) if wait_ms else each
-        for each, wait_ms in zip(candidates, waits_ms, strict=True)
+        msgspec.structs.replace(each, adapter_ms=wait_ms, eviction_ms=drop_ms) if wait_ms or drop_ms else each
+        for each, wait_ms, drop_ms in zip(candidates, waits_ms, drops_ms, strict=True)
     ]
+
+
+def _drop_ms(adapters: Adapters, digest: str, uses: AdapterUses, copies: Mapping[str, int], num_places: int) -> float:
+    dropped = adapters.dropped_for(digest)
+    if dropped is None or copies[dropped] > 1:
+        return 0.0
+    return adapters.load_ms * uses.again(dropped, num_places)
 
 
 def _believed(record: EndpointRecord, num_cached_tokens: int, session: bool) -> Candidate:

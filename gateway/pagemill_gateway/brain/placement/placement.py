@@ -67,7 +67,7 @@ class Placement:
         self.predictions.expire(now)
         candidates = self._candidates(request, policy, deployment, records, now)
         if request.adapter_digest:
-            candidates = with_adapter(candidates, records, request.adapter_digest, now)
+            candidates = with_adapter(candidates, records, request.adapter_digest, now, deployment.adapter_uses)
         view = RequestView(
             request.num_prompt_tokens,
             deployment.output_tokens.mean,
@@ -91,6 +91,7 @@ class Placement:
         self._account(number, request, num_sequences, records[index], chosen)
         if request.adapter_digest:
             records[index].adapters.expect(number, request.adapter_digest, now)
+            deployment.adapter_uses.asked(request.adapter_digest)
         if request.session:
             self._sessions.chosen(deployment.key, request.session, chosen.endpoint_id)
         self.decisions.note(number, deployment.key, policy.name, request.num_prompt_tokens, candidates, decision)

@@ -5,7 +5,14 @@ The command line, the operator's plan, the loader and the reference page read th
 """
 
 from pagemill_models.sources.registry import find_kind, in_full, is_fetched, kinds
-from pagemill_models.sources.resolve import Opened, default_name, open_source, resolve_adapter, resolve_source
+from pagemill_models.sources.resolve import (
+    Opened,
+    default_name,
+    open_by_parts,
+    open_source,
+    resolve_adapter,
+    resolve_source,
+)
 from pagemill_protocol.source_errors import FetchError, SourceError, UnreadableModelError
 
 __all__ = [
@@ -18,6 +25,7 @@ __all__ = [
     "in_full",
     "is_fetched",
     "kinds",
+    "open_by_parts",
     "open_source",
     "resolve_adapter",
     "resolve_source",

@@ -69,6 +69,18 @@ def fetch_header(source: str, folder: Path, field: str = "model.source") -> Path
         raise FetchError(error.reason, error.message, field) from error
 
 
+def read_safetensors_header(repository: Repository, file: RemoteFile, version: str) -> bytes:
+    """Return the beginning of a safetensors file, the length included, up to its first tensor. Raises `FetchError`."""
+    assert isinstance(repository, ReadsRanges), "the caller asks first"
+    start = repository.read_range(file, version, 0, FIRST_BYTES)
+    end = 8 + int.from_bytes(start[:8], "little")
+    if len(start) < 8 or end - 8 > min(MAX_HEADER_BYTES, file.num_bytes - 8):
+        raise FetchError("ModelUnreadable", f"{repository.name}: `{file.path}` is not a safetensors file.")
+    if end <= len(start):
+        return start[:end]
+    return start + repository.read_range(file, version, len(start), end - len(start))
+
+
 class _Header:
     def __init__(self, repository: Repository, listing: Listing, folder: Path) -> None:
         self._repository = repository
@@ -97,13 +109,8 @@ class _Header:
 
     def _index(self, file: RemoteFile) -> object:
         """Return an index that describes the single file."""
-        start = self._read(file, 0, FIRST_BYTES)
-        length = int.from_bytes(start[:8], "little")
-        if len(start) < 8 or length > min(MAX_HEADER_BYTES, file.num_bytes - 8):
-            raise FetchError("ModelUnreadable", f"{self._repository.name}: `{file.path}` is not a safetensors file.")
-        raw = start[8 : 8 + length]
-        raw += self._read(file, 8 + len(raw), length - len(raw))
-        return index_of_header(raw, f"{self._repository.name}: `{file.path}`")
+        raw = read_safetensors_header(self._repository, file, self._version)
+        return index_of_header(raw[8:], f"{self._repository.name}: `{file.path}`")
 
     def _gguf(self, file: RemoteFile) -> Path:
         """Write a GGUF file's header. It grows with the vocabulary, so it is read in growing parts until it is

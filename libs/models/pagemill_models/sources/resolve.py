@@ -21,6 +21,7 @@ from pagemill_models.adapters.limits import ADAPTER_CONFIG
 from pagemill_models.files.gguf_split import part_names, unsplit_name
 from pagemill_models.files.regular_file import check_inside
 from pagemill_models.sources.base import SourceKind
+from pagemill_models.sources.by_parts import folder_of_parts
 from pagemill_models.sources.registry import find_kind, forms, in_full
 from pagemill_models.sources.selection import select_adapter_files
 from pagemill_models.sources.settings import cache_settings
@@ -83,6 +84,13 @@ class Opened(NamedTuple):
     fetched: Future[Path] | None = None
     """The final path, once the model is whole: until then `path` is a folder of `partial_download`. `None`: it is
     whole."""
+    is_by_parts: bool = False
+    """Whether `path` has only headers of weights: `by_parts` reads the rest."""
+
+    @property
+    def folder(self) -> str | None:
+        """The folder for the engine process, if the source leads elsewhere, or None."""
+        return str(self.path) if self.fetched is not None or self.is_by_parts else None
 
     def whole(self) -> Path:
         """Return the final path once the model is whole. Raises `SourceError`."""
@@ -97,6 +105,18 @@ class Opened(NamedTuple):
         """Remove the folder of links, once all files needed from `path` are open; the model is stored elsewhere."""
         if self.fetched is not None:
             shutil.rmtree(self.path, ignore_errors=True)
+
+
+def open_by_parts(source: str, field: str, least_bytes: int) -> Opened:
+    """Open a source whose weights each process reads in parts, if it has at least `least_bytes` of them and this
+    machine has no copy; other sources as `open_source`. Raises `SourceError`."""
+    if not Path(source).exists() and find_kind(in_full(source), field).is_remote:
+        kind, written = find_kind(in_full(source), field), in_full(source)
+        if not _cache().has(written) and kind.find(written, field) is None:
+            folder = folder_of_parts(written, least_bytes, field)
+            if folder is not None:
+                return Opened(folder, is_by_parts=True)
+    return open_source(source, field)
 
 
 def open_source(source: str, field: str = "model.source") -> Opened:

@@ -59,7 +59,9 @@ class AdapterSlots(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     num_slots: int = 0
     """Adapters that may be resident at once; 0: no adapters are served."""
     resident: list[str] = []
-    """Loaded adapters: requests for them need not wait for a load."""
+    """Loaded adapters: requests for them need not wait for a load. Those that were used longest ago come first."""
+    num_kept: int = 0
+    """Adapters that may be loaded at once, with and without a slot; 0: not reported."""
     loading: list[str] = []
     """Adapters that are being loaded or queued for it, in this order."""
     load_ms: float = 0.0
