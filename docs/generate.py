@@ -74,8 +74,11 @@ MODELS_NOTES = """\
   prompts ([ADR 100](../adr/0100-states-are-blocks.md)). Every family is compared with its class in transformers over
   whole sequences without a cache, in float32: greedy tokens in batches, in chunks, after prefix hits and preemption, as
   choices and continued elsewhere, with int8 and int4 weights, and with adapters beside PEFT. Attention of Kimi Linear
-  is computed by torch instead of native kernels. GGUF files, proposed
-  tokens, several processes, `deterministic` and `device: cuda` are refused by name; layers for multi-token prediction
+  is computed by torch instead of native kernels, which `deterministic` needs.
+  With it one model for each kind of state gives the same bits in chunks, preempted, from
+  the prefix cache and continued elsewhere, with forms, choices and penalties. Ranks (`tensorParallel`) divide the heads
+  of states, or the channels of a short convolution: logits of 2 to 4 ranks are within 1e-5 of one process's, tokens are
+  equal. GGUF files, proposed tokens, stages and `device: cuda` are refused by name; layers for multi-token prediction
   are not loaded. Nemotron 3's experts over projected hidden states (`moe_latent_size`) and other hybrids (Jamba and
   others) are refused, and the error names the key in the header.
 - **Rope scaling**: `linear`, `dynamic`, `llama3`, `yarn` and `longrope`. `linear`, `dynamic` and `yarn`

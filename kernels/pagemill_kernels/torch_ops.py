@@ -106,7 +106,7 @@ def channel_delta_rule(
 def state_space(
     x: Tensor,
     steps: Tensor,
-    gates: Tensor,
+    gates: Tensor | None,
     heads: StateSpaceHeads,
     states: Tensor,
     log: Tensor,
@@ -116,7 +116,7 @@ def state_space(
         recurrent.state_space(
             from_torch(x.float()),
             from_torch(steps.float()),
-            from_torch(gates.float()),
+            None if gates is None else from_torch(gates.float()),
             from_torch(heads.decays),
             from_torch(heads.biases),
             from_torch(heads.skips),

@@ -9,8 +9,9 @@ from itertools import pairwise
 import msgspec
 import numpy as np
 import pytest
-from declared_families import NAMES, RECURRENT, declared
+from declared_families import NAMES, declared
 
+from pagemill_models.declaration.caches import ChannelDeltaRuleSpec, DeltaRuleSpec, StateSpaceSpec
 from pagemill_models.declaration.declaration import AttentionSpec, DecoderSpec, LinearSpec, MatrixSpec, RowGroups
 from pagemill_models.sharding.linears import SPLITS, linears
 from pagemill_models.sharding.shard import Shard, heads_of, layers_of_stages, shard, stage, units_of
@@ -21,8 +22,10 @@ SIZES = (2, 3, 4)
 
 def shards_of(decoder: DecoderSpec, size: int) -> list[Shard]:
     """Return the shards, or none of a model with fewer heads than ranks, which must be refused."""
-    if any(each.num_heads < size for each in decoder.attentions()):
-        with pytest.raises(ShardError, match="attention heads cannot be divided among"):
+    counts = [each.num_heads for each in decoder.attentions()]
+    counts += [each.num_value_heads or size for each in decoder.recurrent()]
+    if min(counts) < size:
+        with pytest.raises(ShardError, match=r"heads .*cannot be divided among"):
             shard(decoder, size - 1, size)
         return []
     return [shard(decoder, rank, size) for rank in range(size)]
@@ -35,7 +38,7 @@ def times_read(decoder: DecoderSpec, shards: list[Shard]) -> dict[str, np.ndarra
         for name in part.decoder.shapes():
             found = part.slices.get(name, TensorSlice(0, ((0, counts[name].shape[0]),)))
             for first, end in found.ranges:
-                at = counts[name] if found.dimension == 0 else counts[name].T
+                at = np.moveaxis(counts[name], found.dimension, 0)
                 at[first:end] += 1
     return counts
 
@@ -61,10 +64,23 @@ def test_slices_of_all_ranks_cover_each_tensor_once(name: str, size: int) -> Non
                 int(counts[part].reshape(len(counts[part]), -1)[:, 0].sum()) // attention.head_dim
                 for part in (stored.name for stored in use.stored())
             )
-            assert heads == attention.num_heads + attention.key_parts * size
+            assert heads == attention.num_heads * (1 + attention.gated) + attention.key_parts * size
+            assert times.min() >= 1
+        elif use.role == "state_inputs" and num_repeated(decoder, size):
+            # Each rank has one head of keys, or one group.
+            rows = sum(counts[stored.name].sum() // use.spec.in_features for stored in use.stored())
+            assert rows == use.spec.out_features + num_repeated(decoder, size)
             assert times.min() >= 1
         else:
             assert (times.min(), times.max()) == (1, 1), tensor
+
+
+def num_repeated(decoder: DecoderSpec, size: int) -> int:
+    """Return the rows of a recurrent layer's inputs that ranks have in addition to the whole model's."""
+    spec = next(decoder.recurrent(), None)
+    if isinstance(spec, DeltaRuleSpec):
+        return 2 * spec.key_dim * max(0, size - spec.num_key_heads)
+    return 2 * spec.state_size * max(0, size - spec.num_groups) if isinstance(spec, StateSpaceSpec) else 0
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -89,11 +105,15 @@ def test_inputs_of_a_product_are_the_outputs_of_the_one_before(name: str, size: 
     for part in shards_of(declared(name), size):
         for attention in part.decoder.attentions():
             if isinstance(attention, AttentionSpec):
-                rows = (attention.num_heads + attention.key_parts * attention.num_kv_heads) * attention.head_dim
-                assert attention.qkv.out_features == rows
+                heads = attention.num_heads * (1 + attention.gated) + attention.key_parts * attention.num_kv_heads
+                assert attention.qkv.out_features == heads * attention.head_dim
                 assert attention.output.in_features == attention.num_heads * attention.head_dim
                 slopes = attention.alibi_slopes
                 assert slopes is None or len(slopes) == attention.num_heads
+        for each in part.decoder.recurrent():
+            size_of = {DeltaRuleSpec: "value_dim", ChannelDeltaRuleSpec: "value_dim", StateSpaceSpec: "head_dim"}
+            inner = each.num_value_heads * getattr(each, size_of.get(type(each), ""), 0) or each.channels
+            assert each.output.in_features == inner
 
 
 def test_what_does_not_divide_is_dealt_as_evenly_as_it_goes() -> None:
@@ -183,14 +203,8 @@ def test_a_model_of_transformers_is_refused_by_name() -> None:
 
 
 def test_every_role_says_how_it_is_divided() -> None:
-    roles = {use.role for name in (*NAMES, *RECURRENT) for use in linears(declared(name))}
+    roles = {use.role for name in NAMES for use in linears(declared(name))}
     assert roles == SPLITS.keys()
-
-
-@pytest.mark.parametrize("name", RECURRENT)
-def test_recurrent_layers_are_refused_by_name(name: str) -> None:
-    with pytest.raises(ShardError, match="has recurrent layers"):
-        shard(declared(name), 0, 2)
 
 
 def test_a_rank_holds_its_share_of_a_model() -> None:

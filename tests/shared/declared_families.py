@@ -37,9 +37,13 @@ _TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 KINDS = {name: kind for name, kind in family_checkpoints.KINDS.items() if not kind.alibi}
 """Without Baichuan's 13B, which is known by its size."""
-NAMES = [*_TRANSFORMERS, *KINDS]
-RECURRENT = hybrid_models.MODELS | hybrid_models.SHORT | hybrid_models.STATE_SPACES | hybrid_models.OTHERS
-"""Models with states, which are not divided among ranks."""
+RECURRENT = {
+    name: (architecture, overrides | {"num_attention_heads": 4})
+    for name, (architecture, overrides) in (hybrid_models.ALL | hybrid_models.VARIANTS).items()
+    if "heads of 256" not in name
+}
+"""Models with states, with heads for four ranks."""
+NAMES = [*_TRANSFORMERS, *KINDS, *RECURRENT]
 
 
 @cache
@@ -66,6 +70,8 @@ class RandomTensors:
         generator = np.random.default_rng(abs(hash_of(name)))
         shape = self.shapes[name]
         values = generator.standard_normal(shape, dtype=np.float32)
+        if name.endswith("A_log"):
+            return values - 3  # states remember many tokens
         # Norms stay near 1, and products near the size of their inputs.
         return 1 + 0.2 * values if len(shape) == 1 and "bias" not in name else values * np.float32(0.2)
 

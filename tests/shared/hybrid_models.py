@@ -343,9 +343,13 @@ VARIANTS |= {
 }
 
 
-def write_hybrid(name: str, overrides: dict[str, Any], folder: Path) -> Any:
+ALL = MODELS | SHORT | STATE_SPACES | OTHERS
+"""At least one shape of each family."""
+
+
+def write_hybrid(name: str, overrides: dict[str, Any], folder: Path, vocab_size: int = VOCAB_SIZE) -> Any:
     """Write a model whose states remember many tokens."""
-    model = write_model(name, overrides, folder)
+    model = write_model(name, overrides, folder, vocab_size)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.endswith("A_log"):

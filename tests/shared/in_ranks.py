@@ -18,21 +18,24 @@ from pagemill_engine.decoders.on_torch.device_rotations import DeviceRotations
 from pagemill_engine.decoders.on_torch.encoder_attention import plan_rectangles
 from pagemill_engine.decoders.on_torch.filling import load_weights
 from pagemill_engine.decoders.rope import Rotations, decoder_tables
-from pagemill_engine.decoders.step_model import CachedTokens, StepTokens
-from pagemill_engine.executing.torch_model import HostTensorGroup
+from pagemill_engine.decoders.step_model import CachedTokens, StateArrays, StepTokens
+from pagemill_engine.executing.torch_model import HostTensorGroup, tensors_of
 from pagemill_engine.weights.sliced import SlicedTensors
 from pagemill_kernels.native_ops import native_ops
 from pagemill_kernels.paged_attention.batch import AttentionBatch
 from pagemill_kernels.ranks.group import RankGroup
 from pagemill_kernels.ranks.in_process import in_process_groups
 from pagemill_kernels.ranks.shared_memory import SharedMemoryGroup
+from pagemill_kernels.recurrent.batch import StateBatch
 from pagemill_kernels.registry import Backend, ops_for
-from pagemill_models.declaration.declaration import DecoderSpec
+from pagemill_models.declaration.caches import RecurrentSpec
+from pagemill_models.declaration.declaration import AnyAttentionSpec, DecoderSpec
 from pagemill_models.sharding.shard import Shard
 from pagemill_models.spec.model_spec import ModelSpec
 
 LENGTHS = (9, 21)
 BLOCK_SIZE, NUM_BLOCKS, MAX_TOKENS = 16, 24, 192
+NUM_STATES = len(LENGTHS)
 DIVIDED_SECONDS = 60.0
 Found = TypeVar("Found")
 
@@ -87,10 +90,38 @@ def batch_of(decoder: DecoderSpec, starts: Sequence[int], counts: Sequence[int])
 
 
 def empty_caches(decoder: DecoderSpec) -> list[Any]:
-    return [
-        np.zeros((NUM_BLOCKS + 1, each.cache_heads, BLOCK_SIZE, each.head_dim), dtype=np.float32)
-        for each in decoder.attentions()
-    ]
+    """Return the caches of all layers: arrays of keys and values, and `StateArrays`."""
+    return [_empty_cache(list(layer.blocks())) for layer in decoder.layers]
+
+
+def _empty_cache(blocks: list[Any]) -> Any:
+    vectors = next((each for each in blocks if isinstance(each, AnyAttentionSpec)), None)
+    recurrent = next((each for each in blocks if isinstance(each, RecurrentSpec)), None)
+    cache = None
+    if vectors is not None:
+        cache = np.zeros((NUM_BLOCKS + 1, vectors.cache_heads, BLOCK_SIZE, vectors.head_dim), dtype=np.float32)
+    if recurrent is None:
+        return np.zeros(0, dtype=np.float32) if cache is None else cache
+    spec, rows = recurrent.cache, len(LENGTHS)
+    shapes = (*(spec.parts or ((0,),)), (spec.width - 1, spec.channels))
+    states, windows = (np.zeros((NUM_STATES + 1, *shape), dtype=np.float32) for shape in shapes)
+    log = np.zeros((rows, BLOCK_SIZE, spec.inputs_per_token), dtype=np.float32)
+    return StateArrays(states, windows, log, np.zeros((rows, *shapes[-1]), dtype=np.float32), cache)
+
+
+def state_batch(starts: Sequence[int], counts: Sequence[int]) -> StateBatch:
+    """Return the rows of requests that compute `counts` tokens behind `starts`, each with a state of its own."""
+    before, ends = np.array(starts), np.array(starts) + np.array(counts)
+    boundaries, rows = before // BLOCK_SIZE, np.arange(len(counts))
+    writes = [(row, ends[row] // BLOCK_SIZE - boundaries[row], row) for row in rows]
+    return StateBatch(
+        rows=rows,
+        query_start_loc=np.cumsum([0, *counts]),
+        sources=np.where(boundaries > 0, rows, NUM_STATES),
+        num_logged=before - boundaries * BLOCK_SIZE,
+        writes=np.array([each for each in writes if each[1]], dtype=np.int64).reshape(-1, 3),
+        block_size=BLOCK_SIZE,
+    )
 
 
 def outputs_on_torch(
@@ -112,7 +143,7 @@ def outputs_on_torch(
     model = Decoder(ModelSpec(decoder=decoder), ops, torch.float32)
     load_weights(model, weights)
     rotations = DeviceRotations(decoder_tables(decoder, MAX_TOKENS, weights), torch.float32, ops.device)
-    caches = [torch.from_numpy(each) for each in empty_caches(decoder)]
+    caches = list(map(tensors_of, empty_caches(decoder)))
     types, tensors = decoder.embedding.token_types, None if group is None else HostTensorGroup(group)
     found, starts = [], [0] * len(LENGTHS)
     with torch.inference_mode():
@@ -135,6 +166,7 @@ def outputs_on_torch(
                 adapters=rows,
                 group=tensors,
                 hidden=torch.from_numpy(before[len(found)]) if before else None,
+                states=ops.plan_states(state_batch(starts, counts)) if any(decoder.recurrent()) else None,
             )
             ids = torch.from_numpy(token_ids(decoder, len(positions), seed=starts[0]))
             hidden = model(ids, context)

@@ -23,7 +23,7 @@ from pagemill_kernels.arrays import Array
 from pagemill_kernels.kv_store import kinds
 from pagemill_kernels.kv_store.kinds import KVType
 from pagemill_models.declaration.caches import StateSpec
-from pagemill_models.spec.model_spec import ModelSpec
+from pagemill_models.spec.model_spec import STATE_VALUE_BYTES, ModelSpec
 from pagemill_protocol.report.cache_kinds import FULL, CacheKind
 
 
@@ -113,7 +113,9 @@ class KVCache:
             for heads, size in map(shapes.__getitem__, layers)
         )
         if has_states:
-            self.num_bytes += self._counts[-1] * cache_kinds[-1].block_bytes + max_rows * cache_kinds[-1].row_bytes
+            of_rows = (each.num_row_values(block_size, 0) for each in self._states.values())
+            num_values = self._counts[-1] * sum(each.num_values for each in self._states.values())
+            self.num_bytes += (num_values + max_rows * sum(of_rows)) * STATE_VALUE_BYTES
         self.of_kinds: list[KindBlocks] = []
         self.layers: list[LayerCache] = []
         self.allocate()

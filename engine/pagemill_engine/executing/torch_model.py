@@ -109,7 +109,7 @@ class TorchModel:
         return classifier_of(self.model)
 
     def use_caches(self, caches: Sequence[LayerCache]) -> None:
-        self._caches = [_tensors(cache) for cache in caches]
+        self._caches = [tensors_of(cache) for cache in caches]
 
     def keep_before(self, layers: Sequence[int]) -> None:
         if layers:
@@ -155,7 +155,7 @@ class TorchModel:
         )
 
 
-def _tensors(cache: LayerCache) -> Tensor | StateTensors:
+def tensors_of(cache: LayerCache) -> Tensor | StateTensors:
     if not isinstance(cache, StateArrays):
         return to_torch(cache)
     states, windows, log, inputs = map(to_torch, cache[:4])

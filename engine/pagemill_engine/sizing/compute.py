@@ -154,8 +154,6 @@ def check_recurrent(config: EngineConfig, spec: ModelSpec) -> None:
         )
     for field, value, wanted in (
         ("device", config.device, "cpu"),
-        ("deterministic", config.deterministic, False),
-        ("tensor_parallel_size", config.tensor_parallel_size, 1),
         ("pipeline_parallel_size", config.pipeline_parallel_size, 1),
         ("speculative.method", config.speculative.method, "off"),
     ):

@@ -28,7 +28,10 @@ class SlicedTensors:
         `slices`: the parts of its tensors; others are read whole.
         """
         others = whole.shapes().keys() - part.shapes().keys()
-        self._source, self._slices = source.cut({name: slices[name] for name in slices.keys() & source.shapes.keys()})
+        known = {name: slices[name] for name in slices.keys() & source.shapes.keys()}
+        small = {name: found for name, found in known.items() if found.dimension == 2}
+        self._source, self._slices = source.cut({name: known[name] for name in known.keys() - small.keys()})
+        self._slices |= small
         # Tensors that no declaration knows stay, so that they are found to be unexpected.
         self._shapes: Shapes = {
             name: self._shape(name, shape) for name, shape in self._source.shapes.items() if name not in others
@@ -48,10 +51,8 @@ class SlicedTensors:
         at = 0
         for first, end in found.ranges:
             size = end - first
-            if found.dimension == 0:
-                out[at : at + size] = whole[first:end]
-            else:
-                out[:, at : at + size] = whole[:, first:end]
+            before = (slice(None),) * found.dimension
+            out[(*before, slice(at, at + size))] = whole[(*before, slice(first, end))]
             at += size
 
     def code_kind(self, name: str) -> CodeKind | None:

@@ -140,7 +140,7 @@ def channel_delta_rule(
 def state_space(
     x: Array,
     steps: Array,
-    gates: Array,
+    gates: Array | None,
     decays: Array,
     biases: Array,
     skips: Array,
@@ -181,7 +181,7 @@ def state_space(
 def _recurrence(
     x: tuple[Array, Array, Array],
     steps: Array,
-    gates: Array,
+    gates: Array | None,
     states: Array,
     log: Array,
     rows: NativeStates,
@@ -189,7 +189,7 @@ def _recurrence(
 ) -> Array:
     """Compute a recurrence. `x`: queries, keys and values, which are parts of the same rows."""
     queries, keys, values = x
-    gates = launch.rows(gates)
+    gates = None if gates is None else launch.rows(gates)
     num_values, key_dim, value_dim = states.shape[1:]
     out = arrays.empty((len(values), num_values, value_dim))
     arguments = RecurrenceArgs(
@@ -197,12 +197,12 @@ def _recurrence(
         keys=address(keys),
         values=address(values),
         steps=address(steps),
-        gates=address(gates),
+        gates=optional_address(gates),
         states=address(states),
         log=address(log),
         out=address(out),
         step_stride=launch.row_stride(steps),
-        gate_stride=launch.row_stride(gates),
+        gate_stride=0 if gates is None else launch.row_stride(gates),
         log_stride=launch.row_stride(log),
         log_values=log.shape[2],
         num_keys=queries.shape[1] // key_dim,

@@ -37,12 +37,18 @@ class StateSpaceHeads(NamedTuple):
 
 
 def state_space(
-    x: Tensor, steps: Tensor, gates: Tensor, heads: StateSpaceHeads, states: Tensor, log: Tensor, plan: StatePlan
+    x: Tensor,
+    steps: Tensor,
+    gates: Tensor | None,
+    heads: StateSpaceHeads,
+    states: Tensor,
+    log: Tensor,
+    plan: StatePlan,
 ) -> Tensor:
     """Return the gated outputs, [tokens, heads, head_dim]; write states and log.
 
     x: [tokens, ...], the values of all heads, then the inputs and outputs of all groups, which divide heads. steps:
-    [tokens, heads]. gates: [tokens, heads * head_dim].
+    [tokens, heads]. gates: [tokens, heads * head_dim]; None: outputs are neither gated nor normalised.
     states: [slots, heads, state_size, head_dim]. log: [rows, places, values of a token].
     """
     num_heads, state_size, head_dim = states.shape[1:]
@@ -75,7 +81,7 @@ def state_space(
     new = plan.new_tokens
     log[plan.new_rows, plan.new_places] = torch.cat([read[new].flatten(1), stepped[new].flatten(1), decay[new]], -1)
     out = outputs.transpose(1, 2)[plan.groups, plan.places] + heads.skips[:, None] * value
-    return _gated(out, gates.float().reshape(out.shape), heads)
+    return out if gates is None else _gated(out, gates.float().reshape(out.shape), heads)
 
 
 def _gated(out: Tensor, gates: Tensor, heads: StateSpaceHeads) -> Tensor:

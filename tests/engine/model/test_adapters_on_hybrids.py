@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 from adapter_engine import NUM_TOKENS, Engine
-from hybrid_models import MODELS, OTHERS, SHORT, STATE_SPACES, write_hybrid
+from hybrid_models import ALL, write_hybrid
 from peft_adapters import ATTENTION, Adapted, Base, write_adapter
 
 from pagemill_engine.scheduler.admission import Admission
 
-HYBRIDS = MODELS | SHORT | STATE_SPACES | OTHERS
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5": (
         "qwen3.5",
@@ -47,7 +46,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Any:
     def base(name: str) -> Base:
         if name not in made:
             folder = tmp_path_factory.mktemp("base")
-            made[name] = Base(folder, write_hybrid(*HYBRIDS[name], folder))
+            made[name] = Base(folder, write_hybrid(*ALL[name], folder))
         return made[name]
 
     return base

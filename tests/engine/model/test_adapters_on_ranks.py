@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hybrid_models import ALL, write_hybrid
 from in_ranks import LENGTHS, by_threads, outputs_natively, outputs_on_torch, whole_of
 from node_engine import NodeThread, kept_threads, load_first, node_config, of_node
 from peft_adapters import ATTENTION, CASES, PROMPTS, Base, write_adapter, write_base
@@ -65,15 +66,26 @@ def test_ranks_by_threads_compute_what_one_does(case: str, size: int, tmp_path: 
             assert (mine.argmax(-1) == other.argmax(-1)).all()
 
 
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "qwen3-next": {"target_modules": ["in_proj_qkvz", "in_proj_ba", "out_proj", *ATTENTION]},
+    "nemotron-h": {"target_modules": ["in_proj", "up_proj", "down_proj"]},
+    "lfm2": {"target_modules": ["in_proj", "out_proj", "w2"]},
+    "kimi-linear": {"target_modules": [*ATTENTION, "b_proj", "f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj"]},
+}
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("case", ["deepseek_v3", "mixtral", "llama, embedding and head"])
+@pytest.mark.parametrize("case", ["deepseek_v3", "mixtral", "llama, embedding and head", *HYBRIDS])
 def test_ranks_by_torch_compute_what_one_does(case: str, tmp_path: Path) -> None:
     import torch
 
     from pagemill_kernels.adapters.reference import PlainAdapterRows
 
-    name, settings = CASES[case]
-    base = write_base(name, tmp_path / "base")
+    name, settings = (case, HYBRIDS[case]) if case in HYBRIDS else CASES[case]
+    if case in HYBRIDS:
+        base = Base(tmp_path / "base", write_hybrid(*ALL[name], tmp_path / "base"))
+    else:
+        base = write_base(name, tmp_path / "base")
     spec, values = load_model_spec(base.folder), values_of(base, tmp_path / "adapter", settings)
     config = EngineConfig(model=str(base.folder), dtype="float32")
     source = weights_of(config, base.folder, spec, keeps_small_floats=False)

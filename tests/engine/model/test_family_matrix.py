@@ -17,7 +17,7 @@ from family_checkpoints import KINDS
 from family_matrix import BASES, CASES
 from family_models import VOCAB_SIZE, write_model
 from greedy_families import LENGTHS, NUM_TOKENS, Family, family_of, prompt_logprobs, tokens_of
-from hybrid_models import MODELS, OTHERS, SHORT, STATE_SPACES
+from hybrid_models import ALL
 
 from pagemill_kernels.cpu import library
 from pagemill_models.declaration.known import BUILT_IN
@@ -30,7 +30,7 @@ ASKS = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, p
 def test_every_family_is_in_the_matrix() -> None:
     beyond = {kind.architecture for kind in KINDS.values()}
     others = {module for module, names in BUILT_IN.items() if not beyond & {*names.architectures}}
-    classes = {name for name, _ in (MODELS | SHORT | STATE_SPACES | OTHERS).values()}
+    classes = {name for name, _ in ALL.values()}
     hybrids = {module for module, names in BUILT_IN.items() if classes & {*names.architectures}}
     assert others - ENCODERS.keys() - hybrids == BASES.keys()
 

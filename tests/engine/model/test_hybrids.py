@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from hybrid_models import (
+    ALL,
     EXPERTS,
     LFM2,
     MODELS,
@@ -27,6 +28,7 @@ from hybrid_models import (
     prompts_of,
     write_hybrid,
 )
+from ranked_engine import SETTINGS, Ranks, answers
 from safetensors.numpy import load_file, save_file
 
 from pagemill_engine.config import EngineConfig
@@ -38,6 +40,7 @@ from pagemill_engine.executing.inputs import StateRows
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.sizing.sizing import weights_of
 from pagemill_engine.weights.errors import LoadError
+from pagemill_kernels.cpu import library
 from pagemill_kernels.experts.parts import Gate
 from pagemill_kernels.recurrent.batch import StateBatch
 from pagemill_models.declaration.declaration import DecoderSpec
@@ -50,8 +53,8 @@ from pagemill_protocol.request.sampling import SamplingParams
 from pagemill_protocol.source_errors import UnreadableModelError
 
 NUM_TOKENS = 24
-HYBRIDS = MODELS | VARIANTS | SHORT | STATE_SPACES | OTHERS
-FAMILIES = [*MODELS, *SHORT, *STATE_SPACES, *OTHERS]
+HYBRIDS = ALL | VARIANTS
+FAMILIES = [*ALL]
 """At least one shape of each family."""
 BAMBA = STATE_SPACES["bamba"][1]
 LFM2_MOE, LFM3, OLMO, NEMOTRON, KIMI = (OTHERS[name][1] for name in OTHERS)
@@ -223,7 +226,7 @@ def test_equal_prompts_that_arrive_at_once_are_computed_once(load: Load) -> None
     assert sum(200 - each.num_cached for each in found.values()) <= 1.1 * 200 + tails
 
 
-@pytest.mark.parametrize("name", sample("qwen3.5-moe"))
+@pytest.mark.parametrize("name", sample("qwen3.5-moe", "bamba", "lfm2"))
 @pytest.mark.parametrize("caching", [True, False])
 def test_preempted_requests_equal_transformers(caching: bool, name: str, load: Load) -> None:
     hybrid = load(name)
@@ -242,7 +245,7 @@ def test_preempted_requests_equal_transformers(caching: bool, name: str, load: L
         check_greedy(hybrid.reference, prompt, found[name])
 
 
-@pytest.mark.parametrize("name", sample("qwen3.5-moe", "kimi-linear"))
+@pytest.mark.parametrize("name", sample("qwen3.5-moe", "kimi-linear", "bamba", "lfm2"))
 def test_choices_and_continued_answers_equal_transformers(name: str, load: Load) -> None:
     hybrid = load(name)
     prompt = prompts_of((75,))[0]
@@ -253,6 +256,23 @@ def test_choices_and_continued_answers_equal_transformers(name: str, load: Load)
     begun = whole["whole/0"].token_ids[:9]
     resumed = Core(hybrid).serve(ask("resumed", prompt, resume=[ChoiceResume(0, begun, 0)]))
     assert begun + resumed["resumed/0"].token_ids[-(NUM_TOKENS - 9) :] == whole["whole/0"].token_ids
+
+
+@pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.unavailable_reason()}")
+@pytest.mark.sample("qwen3.5-2")
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", ["qwen3.5", "nemotron-h", "lfm2"])
+def test_ranks_give_the_tokens_of_one(
+    name: str, size: int, load: Load, ranks: Ranks, runner_loader: Callable[..., Any]
+) -> None:
+    """Processes that divide heads with states serve chunked prompts, choices and hits of the prefix cache."""
+    folder = load(name).folder
+    single = runner_loader(folder, **SETTINGS | {"num_kv_blocks": 256})
+    expected = answers(single)
+    single.close()
+    runner = ranks(folder, size, num_kv_blocks=256)
+    assert runner.info.kinds[-1].state
+    assert answers(runner) == expected
 
 
 FAULTS = ("a state is not zeroed at admission", "a state lacks a token", "a window is shifted", "folded twice")
@@ -362,8 +382,6 @@ def test_states_that_do_not_fit_are_refused_with_the_sequences_that_would(
 @pytest.mark.parametrize(
     ("setting", "value"),
     [
-        ("deterministic", True),
-        ("tensor_parallel_size", 2),
         ("speculative", {"method": "ngram"}),
         ("device", "cuda"),
     ],

@@ -11,7 +11,7 @@ import psutil
 import pytest
 import torch
 from cut_kinds import with_blocks
-from declared_families import NAMES, RECURRENT, declared
+from declared_families import NAMES, declared
 from kv_machine import overlapped
 
 from pagemill_engine.executing.base import RunnerInfo
@@ -49,7 +49,7 @@ def test_layers_of_different_shapes_share_the_memory_of_a_block() -> None:
 @pytest.mark.parametrize("kv_type", ["float32", "bfloat16", "int8"])
 def test_the_bytes_of_every_familys_blocks_and_rows_are_those_of_the_arrays(kv_type: KVType) -> None:
     num_kinds = set()
-    for name in (*NAMES, *RECURRENT):
+    for name in NAMES:
         spec = ModelSpec(decoder=declared(name))
         if not spec.decoder.is_causal:
             continue

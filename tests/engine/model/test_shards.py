@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-from declared_families import NAMES, declared
+from declared_families import NAMES, RECURRENT, declared
 from in_ranks import by_threads, outputs_natively, outputs_on_torch, whole_of
 from scripted_adapters import natively as natively_adapted
 from scripted_adapters import on_torch, scripted
@@ -19,6 +20,7 @@ from pagemill_kernels.ranks.group import GroupAborted
 from pagemill_kernels.ranks.in_process import InProcessGroup
 from pagemill_kernels.ranks.memory import SharedMemory
 from pagemill_kernels.ranks.shared_memory import SharedMemoryGroup, group_bytes
+from pagemill_models.declaration.caches import StateSpaceSpec
 from pagemill_models.declaration.declaration import DecoderSpec
 from pagemill_models.sharding.shard import Shard, shard, stage
 from pagemill_models.sharding.slices import TensorSlice
@@ -29,15 +31,27 @@ Change = Callable[[Shard, int], Shard]
 
 
 def fits(name: str, size: int) -> bool:
-    return all(each.num_heads >= size for each in declared(name).attentions())
+    recurrent = (each.num_value_heads or size for each in declared(name).recurrent())
+    return min(*(each.num_heads for each in declared(name).attentions()), *recurrent, size) >= size
 
 
+HYBRIDS = {
+    ("qwen3.5", 2), ("qwen3-next", 3), ("olmo-hybrid", 4), ("kimi-linear", 3), ("lfm2", 3), ("nemotron-h", 2),
+    ("bamba", 4), ("falcon-h1 with norms before the gates", 3),
+}  # fmt: skip
+"""Of the models with states, those that `make test` divides, and among how many ranks."""
 CASES = [
-    pytest.param(name, size, marks=() if name in SAMPLE else pytest.mark.full)
+    pytest.param(name, size, marks=() if name in SAMPLE or (name, size) in HYBRIDS else pytest.mark.full)
     for name in NAMES
     for size in (2, 3, 4)
     if fits(name, size)
 ]
+STATE_CASES = [
+    pytest.param(*case.values, marks=case.marks)
+    for case in CASES
+    if case.values[0] in RECURRENT and "kimi" not in str(case.values[0])
+]
+"""Without latent attention, for which there is no native kernel."""
 NATIVE_CASES = [
     pytest.param(name, size, marks=() if name in (*SAMPLE, "phi", "mixtral", "granite") else pytest.mark.full)
     for name in NAMES
@@ -78,6 +92,12 @@ def test_shards_give_the_outputs_of_the_whole(name: str, size: int) -> None:
 @pytest.mark.parametrize(("name", "size"), NATIVE_CASES)
 def test_native_shards_give_the_outputs_of_the_whole(name: str, size: int) -> None:
     assert largest_difference(name, size, outputs=outputs_natively) < TOLERANCE
+
+
+@natively
+@pytest.mark.parametrize(("name", "size"), STATE_CASES)
+def test_native_states_of_ranks_give_the_outputs_of_the_whole(name: str, size: int) -> None:
+    assert largest_difference(name, size, outputs=partial(outputs_on_torch, backend="cpu_native")) < TOLERANCE
 
 
 BY_ALL = [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.full) for name in NAMES]
@@ -180,9 +200,42 @@ def with_heads_of_another(part: Shard, rank: int) -> Shard:
     return part._replace(slices=slices)
 
 
-@pytest.mark.parametrize(("name", "change"), [("gpt2", with_bias_twice), ("llama", with_heads_of_another)])
-def test_a_planted_fault_is_found(name: str, change: Change) -> None:
-    assert largest_difference(name, 2, change) > 100 * TOLERANCE
+def with_states_of_another(part: Shard, rank: int) -> Shard:
+    """Read the rates of states, or the kernels of a convolution, of the other rank."""
+    slices = dict(part.slices)
+    for name, found in part.slices.items():
+        if name.endswith(("A_log", "conv.conv.weight")):
+            size = found.size
+            slices[name] = found._replace(ranges=((size * (1 - rank), size * (2 - rank)),))
+    return part._replace(slices=slices)
+
+
+def with_norms_of_a_rank(part: Shard, rank: int) -> Shard:
+    """Normalise what a rank has by itself."""
+
+    def changed(branch: Any) -> Any:
+        if not isinstance(branch.block, StateSpaceSpec):
+            return branch
+        return msgspec.structs.replace(branch, block=msgspec.structs.replace(branch.block, norm_heads=None))
+
+    layers = tuple(layer.with_branches(changed) for layer in part.decoder.layers)
+    return part._replace(decoder=msgspec.structs.replace(part.decoder, layers=layers))
+
+
+FAULTS: list[tuple[str, int, Change]] = [
+    ("gpt2", 2, with_bias_twice),
+    ("llama", 2, with_heads_of_another),
+    ("qwen3.5", 2, with_states_of_another),
+    ("kimi-linear with compressed queries, two shared experts, dense layers", 2, with_states_of_another),
+    ("nemotron-h", 2, with_states_of_another),
+    ("lfm2", 2, with_states_of_another),
+    ("bamba", 4, with_norms_of_a_rank),
+]
+
+
+@pytest.mark.parametrize(("name", "size", "change"), FAULTS)
+def test_a_planted_fault_is_found(name: str, size: int, change: Change) -> None:
+    assert largest_difference(name, size, change) > 100 * TOLERANCE
 
 
 def test_a_reduction_left_out_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

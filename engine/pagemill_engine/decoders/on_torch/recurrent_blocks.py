@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pagemill_engine.decoders.on_torch.context import ForwardContext
@@ -119,11 +120,34 @@ class StateSpace:
         gates, mixed, steps = torch.split(inputs, [of_heads, spec.channels, spec.num_value_heads], -1)
         kernel = Convolution(self.taps.values, None if self.tap_bias is None else self.tap_bias.values)
         mixed = self._ops.causal_convolution(mixed, kernel, cache.windows, cache.inputs, plan)
-        out = self._ops.state_space(mixed, steps, gates, self._heads(), cache.states, cache.log, plan)
+        if spec.norm_heads is None:
+            out = self._ops.state_space(mixed, steps, gates, self._heads(self.norm), cache.states, cache.log, plan)
+        else:
+            out = self._ops.state_space(mixed, steps, None, self._heads(None), cache.states, cache.log, plan)
+            out = self._normed_by_ranks(out, gates, *spec.norm_heads, context)
         return out.to(self.dtype).view(len(x), -1)
 
-    def _heads(self) -> StateSpaceHeads:
-        spec, norm = self.spec, self.norm
+    def _normed_by_ranks(
+        self, out: Tensor, gates: Tensor, first: int, num_heads: int, context: ForwardContext
+    ) -> Tensor:
+        """Gate and normalise outputs, [tokens, heads, head_dim], of parts with heads on other ranks.
+
+        `first`: the first head here, of `num_heads` of all ranks.
+        """
+        spec, norm, group = self.spec, self.norm, context.group
+        assert norm is not None
+        assert group is not None
+        gate = F.silu(gates.float().reshape(out.shape))
+        out = out * gate if spec.gates_first else out
+        part = torch.arange(first, first + spec.num_value_heads) * spec.norm_parts // num_heads
+        squares = torch.zeros(len(out), spec.norm_parts).index_add_(1, part, out.square().sum(-1))
+        group.all_reduce(squares)
+        scale = torch.rsqrt(squares * (spec.norm_parts / (num_heads * spec.head_dim)) + norm.eps)
+        out = out * scale[:, part, None] * norm.weight.float().view(spec.num_value_heads, spec.head_dim)
+        return out if spec.gates_first else out * gate
+
+    def _heads(self, norm: Norm | None) -> StateSpaceHeads:
+        spec = self.spec
         return StateSpaceHeads(
             -self.decay.values.exp(),
             self.bias.values,

@@ -99,7 +99,7 @@ class FollowerRunner(EagerRunner):
         for name in sampled.failed:
             # The blocks may belong to another request by now, whose finite values stay as they are.
             place = inputs.request_ids.index(name)
-            for cache, table in zip(self.kv_cache.of_kinds, inputs.block_tables, strict=True):
+            for cache, table in zip(self.kv_cache.of_kinds, inputs.block_tables, strict=False):  # states have no table
                 cache.scrub(table[place].astype(np.int64))
 
 

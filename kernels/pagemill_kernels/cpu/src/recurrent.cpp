@@ -369,8 +369,8 @@ void pagemill_recurrence(const RecurrenceArgs* args) {
       Recurrence(a, item / a.num_values).value_head(item % a.num_values, scratch);
     });
   });
-  const int64_t num_keys = a.num_requests * a.num_keys;
-  for_each(threads, num_keys + num_tokens * parts, [&](int64_t item) {
+  const int64_t num_keys = a.num_requests * a.num_keys, num_gated = a.gates ? num_tokens * parts : 0;
+  for_each(threads, num_keys + num_gated, [&](int64_t item) {
     if (item < num_keys)
       Recurrence(a, item / a.num_keys).log_keys(item % a.num_keys);
     else

@@ -212,6 +212,8 @@ class StateSpaceSpec(msgspec.Struct, frozen=True, kw_only=True, tag="state_space
     """Over all heads' values, those of a group by themselves. None: outputs are only gated."""
     norm_parts: int
     """Number of parts of equal size that the norm treats by themselves."""
+    norm_heads: tuple[int, int] | None = None
+    """Set if ranks divide these parts and add their squares: the first head here, and the number of all ranks'."""
     gates_first: bool = True
     """Whether gates are multiplied in before the norm."""
     step_limits: tuple[float, float] = (0.0, math.inf)

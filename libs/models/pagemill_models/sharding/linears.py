@@ -32,12 +32,12 @@ Split = Literal["rows", "columns", "vocabulary", "whole"]
 SPLITS: dict[Role, Split] = {
     "qkv": "rows",
     "head_gates": "rows",
-    "state_inputs": "whole",
-    "state_rates": "whole",
+    "state_inputs": "rows",
+    "state_rates": "rows",
     "state_decay_down": "whole",
-    "state_decay_up": "whole",
+    "state_decay_up": "rows",
     "state_gate_down": "whole",
-    "state_gate_up": "whole",
+    "state_gate_up": "rows",
     "query_down": "whole",
     "query": "rows",
     "latent_down": "whole",
@@ -59,8 +59,8 @@ SPLITS: dict[Role, Split] = {
     "head": "vocabulary",
     "classifier": "whole",
 }
-"""What a rank holds: outputs (heads or inner units), the inputs of the same units, rows of the vocabulary, or all. The
-products of a matrix that is divided by its columns are partial sums."""
+"""What a rank holds: outputs (heads, channels or inner units), the inputs of the same units, rows of the vocabulary, or
+all. The products of a matrix that is divided by its columns are partial sums."""
 
 
 class StoredRows(NamedTuple):

@@ -1,8 +1,8 @@
 """Divides a model among ranks (tensor parallel) and its layers among stages (pipeline), as smaller declarations.
 
-Attention is divided by heads, MLPs and experts by inner units, embedding and head by rows of the vocabulary; the rest
-is on every rank. What does not divide is dealt as evenly as it goes. Ranks add what matrices with a part of the columns
-compute, in the order of ranks; biases of these are on rank 0.
+Attention and recurrent layers are divided by heads, MLPs and experts by inner units, short convolutions by channels,
+embedding and head by rows of the vocabulary; the rest is on every rank. What does not divide is dealt as evenly as it
+goes. Ranks add what matrices with a part of the columns compute, in the order of ranks; biases of these are on rank 0.
 """
 
 from __future__ import annotations
@@ -12,6 +12,12 @@ from typing import NamedTuple
 
 import msgspec
 
+from pagemill_models.declaration.caches import (
+    ChannelDeltaRuleSpec,
+    DeltaRuleSpec,
+    ShortConvolutionSpec,
+    StateSpaceSpec,
+)
 from pagemill_models.declaration.declaration import (
     AttentionSpec,
     BlockSpec,
@@ -39,6 +45,7 @@ from pagemill_models.sharding.slices import (
 
 replace = msgspec.structs.replace
 _LARGEST_UNIT = 256
+_STATES = "heads with states"
 
 
 class Shard(NamedTuple):
@@ -63,8 +70,6 @@ def shard(decoder: DecoderSpec, rank: int, size: int) -> Shard:
         )
     if size == 1:
         return Shard(decoder, {})
-    if any(decoder.recurrent()):
-        raise ShardError(f"`{decoder.architecture}` has recurrent layers, which are not divided among ranks yet.")
     if decoder.vocab_size < size:
         raise ShardError(f"A vocabulary of {decoder.vocab_size} tokens cannot be divided among {size} ranks.")
     part = _Part(rank, size)
@@ -136,10 +141,11 @@ def _check_divisible(decoder: DecoderSpec) -> None:
         raise ShardError(f"`{decoder.architecture}` has layers with the keys of others; stages do not divide it yet.")
 
 
-def heads_of(num_heads: int, num_kv_heads: int, size: int) -> list[HeadsOfRank]:
+def heads_of(num_heads: int, num_kv_heads: int, size: int, what: str = "attention heads") -> list[HeadsOfRank]:
     """Return each rank's heads. Where there are fewer key and value heads than ranks, several ranks have the same one.
 
-    Raises `ShardError` if a rank would have no query head.
+    In a recurrent layer, value heads are dealt as queries are, and key heads or groups of state spaces as keys. Raises
+    `ShardError` if a rank would have no query head.
     """
     per_key = num_heads // num_kv_heads
     if num_kv_heads >= size:
@@ -147,7 +153,7 @@ def heads_of(num_heads: int, num_kv_heads: int, size: int) -> list[HeadsOfRank]:
     found = []
     for key, (first, end) in enumerate(dealt(size, num_kv_heads)):
         if per_key < end - first:
-            raise ShardError(f"{num_heads} attention heads cannot be divided among {size} ranks.")
+            raise ShardError(f"{num_heads} {what} cannot be divided among {size} ranks.")
         for index, queries in enumerate(dealt(per_key, end - first)):
             own = (key * per_key + queries[0], key * per_key + queries[1])
             found.append(HeadsOfRank(own, (key, key + 1), index == 0))
@@ -155,12 +161,12 @@ def heads_of(num_heads: int, num_kv_heads: int, size: int) -> list[HeadsOfRank]:
 
 
 def units_of(num_values: int, size: int) -> list[Range]:
-    """Return each rank's part of an MLP's inner values.
+    """Return each rank's part of an MLP's inner values, or of a short convolution's channels.
 
     Units are as large as it goes, so that the groups of quantized matrices stay whole. Raises `ShardError`.
     """
     if num_values < size:
-        raise ShardError(f"An MLP of {num_values} inner values cannot be divided among {size} ranks.")
+        raise ShardError(f"A block of {num_values} inner values cannot be divided among {size} ranks.")
     unit = _LARGEST_UNIT
     while num_values % unit or num_values // unit < size:
         unit //= 2
@@ -181,16 +187,22 @@ class _Part:
             return self._latent_attention(spec)
         if isinstance(spec, MoESpec):
             return self._experts(spec)
+        if isinstance(spec, DeltaRuleSpec):
+            return self._delta_rule(spec)
+        if isinstance(spec, ChannelDeltaRuleSpec):
+            return self._channel_delta_rule(spec)
+        if isinstance(spec, StateSpaceSpec):
+            return self._state_space(spec)
+        if isinstance(spec, ShortConvolutionSpec):
+            return self._short_convolution(spec)
         assert isinstance(spec, MLPSpec)
         return self._mlp(spec)
 
     def _attention(self, spec: AttentionSpec) -> AttentionSpec:
         queries, keys, _ = own = heads_of(spec.num_heads, spec.num_kv_heads, self._size)[self._rank]
-        size, firsts = spec.head_dim, (0, spec.num_heads, spec.num_heads + spec.num_kv_heads)
-        rows = merged(
-            scaled(heads, size, first * size)
-            for heads, first in list(zip((queries, keys, keys), firsts, strict=True))[: 1 + spec.key_parts]
-        )
+        size, counts = spec.head_dim, (spec.num_heads, spec.num_kv_heads)
+        parts = [(counts[0], queries)] * (1 + spec.gated) + [(counts[1], keys)] * spec.key_parts
+        rows = self._parts_of([(count * size, scaled(heads, size)) for count, heads in parts])
         if spec.sinks is not None:
             self.slices[spec.sinks] = TensorSlice(0, (queries,))
         slopes = spec.alibi_slopes
@@ -216,9 +228,96 @@ class _Part:
             output=self._columns(spec.output, (scaled(heads, spec.value_dim),)),
         )
 
+    def _delta_rule(self, spec: DeltaRuleSpec) -> DeltaRuleSpec:
+        values, keys, _ = heads_of(spec.num_value_heads, spec.num_key_heads, self._size, _STATES)[self._rank]
+        of_keys = spec.num_key_heads * spec.key_dim, scaled(keys, spec.key_dim)
+        of_values = spec.num_value_heads * spec.value_dim, scaled(values, spec.value_dim)
+        self._convolved(spec.convolutions, [of_keys, of_keys, of_values])
+        self._cut((f"{spec.name}.A_log", f"{spec.name}.dt_bias"), (values,))
+        return replace(
+            spec,
+            num_key_heads=keys[1] - keys[0],
+            num_value_heads=values[1] - values[0],
+            inputs=self._rows(spec.inputs, self._parts_of([of_keys, of_keys, of_values, of_values])),
+            rates=self._rows(spec.rates, self._parts_of([(spec.num_value_heads, values)] * 2)),
+            output=self._columns(spec.output, (of_values[1],)),
+        )
+
+    def _channel_delta_rule(self, spec: ChannelDeltaRuleSpec) -> ChannelDeltaRuleSpec:
+        count = spec.num_value_heads
+        heads = heads_of(count, count, self._size, _STATES)[self._rank].queries
+        keys, values = scaled(heads, spec.key_dim), scaled(heads, spec.value_dim)
+        mixed = [(count * spec.key_dim, keys)] * 2 + [(count * spec.value_dim, values)]
+        self._convolved(spec.convolutions, mixed)
+        self._cut((f"{spec.decay_name}.dt_bias",), (keys,))
+        self.slices[f"{spec.decay_name}.A_log"] = TensorSlice(2, (heads,))
+        return replace(
+            spec,
+            num_value_heads=heads[1] - heads[0],
+            inputs=self._rows(spec.inputs, self._parts_of(mixed)),
+            rates=self._rows(spec.rates, (heads,)),
+            decay_up=self._rows(spec.decay_up, (keys,)),
+            gate_up=self._rows(spec.gate_up, (values,)),
+            output=self._columns(spec.output, (values,)),
+        )
+
+    def _state_space(self, spec: StateSpaceSpec) -> StateSpaceSpec:
+        count = spec.num_value_heads
+        heads, groups, _ = heads_of(count, spec.num_groups, self._size, _STATES)[self._rank]
+        values = count * spec.head_dim, scaled(heads, spec.head_dim)
+        read = spec.num_groups * spec.state_size, scaled(groups, spec.state_size)
+        convolved = self._parts_of([values, read, read])
+        self._cut(tuple(f"{spec.name}.{part}" for part in ("A_log", "D", "dt_bias")), (heads,))
+        self._cut((f"{spec.name}.conv1d.weight", *((f"{spec.name}.conv1d.bias",) if spec.bias else ())), convolved)
+        if spec.norm is not None:
+            self._cut((f"{spec.norm.name}.weight",), (values[1],))
+        size, num_groups = values[1][1] - values[1][0], groups[1] - groups[0]
+        has_whole_parts = spec.norm_parts == spec.num_groups >= self._size
+        return replace(
+            spec,
+            num_groups=num_groups,
+            num_value_heads=heads[1] - heads[0],
+            inputs=self._rows(spec.inputs, self._parts_of([values, values, read, read, (count, heads)])),
+            norm=None if spec.norm is None else replace(spec.norm, size=size),
+            norm_parts=num_groups if has_whole_parts else spec.norm_parts,
+            norm_heads=None if spec.norm is None or has_whole_parts else (heads[0], count),
+            output=self._columns(spec.output, (values[1],)),
+        )
+
+    def _short_convolution(self, spec: ShortConvolutionSpec) -> ShortConvolutionSpec:
+        channels = units_of(spec.channels, self._size)[self._rank]
+        self._cut((f"{spec.name}.weight", *((f"{spec.name}.bias",) if spec.bias else ())), (channels,))
+        return replace(
+            spec,
+            channels=channels[1] - channels[0],
+            inputs=self._rows(spec.inputs, self._parts_of([(spec.channels, channels)] * 3)),
+            output=self._columns(spec.output, (channels,)),
+        )
+
+    def _convolved(self, stored: dict[str, int], parts: list[tuple[int, Range]]) -> None:
+        """Cut the kernels of the channels of `parts`, which are in one tensor or in one each."""
+        if len(stored) == 1:
+            self._cut((f"{next(iter(stored))}.weight",), self._parts_of(parts))
+            return
+        for name, (_, own) in zip(stored, parts, strict=True):
+            self._cut((f"{name}.weight",), (own,))
+
+    def _cut(self, names: tuple[str, ...], rows: Ranges) -> None:
+        for name in names:
+            self.slices[name] = TensorSlice(0, rows)
+
+    @staticmethod
+    def _parts_of(parts: list[tuple[int, Range]]) -> Ranges:
+        """Return what a rank has of consecutive parts: each its size, and a range within it."""
+        first, found = 0, []
+        for size, own in parts:
+            found.append((first + own[0], first + own[1]))
+            first += size
+        return merged(found)
+
     def _mlp(self, spec: MLPSpec) -> MLPSpec:
         units, inner = units_of(spec.intermediate_size, self._size)[self._rank], spec.intermediate_size
-        rows = merged((units, scaled(units, 1, inner))) if spec.gated else (units,)
+        rows = self._parts_of([(inner, units)] * (1 + spec.gated))
         first = None if spec.layer_input is None else spec.layer_input + units[0]
         return replace(spec, up=self._rows(spec.up, rows), down=self._columns(spec.down, (units,)), layer_input=first)
 

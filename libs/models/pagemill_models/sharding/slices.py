@@ -20,9 +20,9 @@ Ranges = tuple[Range, ...]
 
 
 class TensorSlice(NamedTuple):
-    """The rows (dimension 0) or columns (1) of a tensor that are read, in their stored order."""
+    """The rows (dimension 0), columns (1) or planes of columns (2) of a tensor that are read, in their stored order."""
 
-    dimension: Literal[0, 1]
+    dimension: Literal[0, 1, 2]
     ranges: Ranges
 
     @property
