@@ -1,2 +1,2 @@
 """The load stream in the operator: `stream` follows one gateway, `store` keeps the reports of all gateways,
-`decisions` tells gateways scaling decisions."""
+`decisions` publishes scaling decisions to gateways."""

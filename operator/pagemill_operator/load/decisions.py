@@ -1,6 +1,6 @@
 """Reports scaling decisions to gateways, which show them on their page `/ui`.
 
-A gateway is told while its load stream is read (`stream`): first all decisions that are kept, then each new one. It
+A gateway receives them while its load stream is read (`stream`): first all that are kept, then each new one. It
 ignores those that it knows, so nothing is lost when a gateway, or the operator, is replaced.
 """
 
@@ -84,7 +84,7 @@ async def telling(
     session: aiohttp.ClientSession, control_url: str, token: str, history: DecisionHistory
 ) -> AsyncIterator[None]:
     """Report decisions to the gateway while the block runs; faults are retried and never end it."""
-    task = asyncio.create_task(_keep_telling(session, control_url, token, history), name="scaling decisions")
+    task = asyncio.create_task(_keep_publishing(session, control_url, token, history), name="scaling decisions")
     try:
         yield
     finally:
@@ -94,12 +94,14 @@ async def telling(
             logger.error("scaling decisions could not be reported to gateway %s", control_url, exc_info=ended)
 
 
-async def _keep_telling(session: aiohttp.ClientSession, control_url: str, token: str, history: DecisionHistory) -> None:
-    told = 0
+async def _keep_publishing(
+    session: aiohttp.ClientSession, control_url: str, token: str, history: DecisionHistory
+) -> None:
+    num_published = 0
     headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json", **protocol_headers()}
     url = f"{control_url}/internal/scaling"
     while True:
-        number, decisions = await history.after(told)
+        number, decisions = await history.after(num_published)
         body = msgspec.json.encode(ScalingReport(decisions=decisions))
         try:
             async with session.post(
@@ -115,5 +117,5 @@ async def _keep_telling(session: aiohttp.ClientSession, control_url: str, token:
             logger.debug("gateway %s did not take scaling decisions, trying again: %s", control_url, fault)
             await asyncio.sleep(RETRY_S)
             continue
-        told = number
+        num_published = number
         await asyncio.sleep(COALESCED_S)

@@ -175,7 +175,7 @@ def events(api: Any) -> list[str]:
     return [event["message"] for event in api.collections["Event"].objects.values()]
 
 
-async def test_a_gateway_is_told_decisions_with_their_reasons(
+async def test_a_gateway_receives_decisions_with_their_reasons(
     api: Any, gateway: FakeGateway, run_operator: Any
 ) -> None:
     api.change("Pod", pod())

@@ -1,4 +1,4 @@
-"""Keeps one load stream open to each ready gateway pod, and tells it scaling decisions. Only the leader does.
+"""Keeps one load stream open to each ready gateway pod, and publishes scaling decisions to it. Only the leader does.
 
 Reports go into `load.store`; `status.load` decides how much of them `status` shows, and how often.
 """

@@ -40,7 +40,7 @@ class Listener:
         self.url = ""
         self.statuses: list[int] = []
         self.num_asked = 0
-        self.told: list[list[str]] = []
+        self.published: list[list[str]] = []
 
     async def handle(self, request: web.Request) -> web.Response:
         self.num_asked += 1
@@ -48,12 +48,12 @@ class Listener:
         assert PROTOCOL_HEADER in request.headers
         if self.statuses:
             return web.Response(status=self.statuses.pop(0))
-        self.told.append([each["message"] for each in json.loads(await request.read())["decisions"]])
+        self.published.append([each["message"] for each in json.loads(await request.read())["decisions"]])
         return web.json_response({})
 
     @property
     def messages(self) -> list[str]:
-        return [message for each in self.told for message in each]
+        return [message for each in self.published for message in each]
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def told(listener: Listener, history: DecisionHistory) -> AsyncIterator[None]:
+async def published(listener: Listener, history: DecisionHistory) -> AsyncIterator[None]:
     async with aiohttp.ClientSession() as session, telling(session, listener.url, "secret", history):
         yield
 
@@ -85,12 +85,12 @@ async def test_a_gateway_gets_what_is_kept_and_then_only_what_is_new(listener: L
     history = DecisionHistory()
     history.note(record(1))
     history.note(record(2))
-    async with told(listener, history):
-        await eventually(lambda: listener.told == [["decision 1", "decision 2"]])
+    async with published(listener, history):
+        await eventually(lambda: listener.published == [["decision 1", "decision 2"]])
         history.note(record(3))
-        await eventually(lambda: listener.told[1:] == [["decision 3"]])
-    async with told(listener, history):
-        await eventually(lambda: listener.told[2:] == [["decision 1", "decision 2", "decision 3"]])
+        await eventually(lambda: listener.published[1:] == [["decision 3"]])
+    async with published(listener, history):
+        await eventually(lambda: listener.published[2:] == [["decision 1", "decision 2", "decision 3"]])
 
 
 @pytest.mark.parametrize("status", [401, 429, 500, 503])
@@ -98,7 +98,7 @@ async def test_what_a_gateway_could_not_take_is_sent_again(listener: Listener, s
     listener.statuses = [status] * 3
     history = DecisionHistory()
     history.note(record(1))
-    async with told(listener, history):
+    async with published(listener, history):
         await eventually(lambda: listener.messages == ["decision 1"])
     assert listener.num_asked == 4
 
@@ -108,7 +108,7 @@ async def test_a_gateway_that_does_not_listen_is_tried_again(listener: Listener)
     history.note(record(1))
     closed = Listener()
     closed.url = "http://127.0.0.1:9"
-    async with told(closed, history), told(listener, history):
+    async with published(closed, history), published(listener, history):
         await eventually(lambda: listener.messages == ["decision 1"])
 
 
@@ -116,19 +116,19 @@ async def test_a_gateway_of_an_earlier_version_is_asked_once(listener: Listener)
     listener.statuses = [404]
     history = DecisionHistory()
     history.note(record(1))
-    async with told(listener, history):
+    async with published(listener, history):
         await eventually(lambda: listener.num_asked)
         history.note(record(2))
-        await eventually(lambda: not any("_keep_telling" in repr(each) for each in asyncio.all_tasks()))
-    assert (listener.num_asked, listener.told) == (1, [])
+        await eventually(lambda: not any("_keep_publishing" in repr(each) for each in asyncio.all_tasks()))
+    assert (listener.num_asked, listener.published) == (1, [])
 
 
 async def test_only_the_latest_decisions_are_kept(listener: Listener) -> None:
     history = DecisionHistory()
     for number in range(KEPT_DECISIONS + 5):
         history.note(record(number))
-    async with told(listener, history):
-        await eventually(lambda: listener.told)
+    async with published(listener, history):
+        await eventually(lambda: listener.published)
     assert listener.messages == [f"decision {number}" for number in range(5, KEPT_DECISIONS + 5)]
 
 
