@@ -84,7 +84,7 @@ async def asked(gateway, engines, number: int, ends: Ends | None = None) -> list
 @pytest.mark.layouts
 async def test_an_engine_far_slower_than_its_siblings_is_ejected_and_readmitted(engines, gateways, fake) -> None:
     catalog = fake.catalog_of(*engines, routing_policy="RoundRobin")
-    gateway = await gateways(*engines, catalog=catalog, ejection_base_s=4.0, **CALM)
+    gateway = await gateways(*engines, catalog=catalog, ejection_base_s=0.3, **CALM)
     slow = engines[0]
     siblings = Ends(2 * NUM_STREAMS)
     for engine in engines:
