@@ -132,7 +132,7 @@ async def test_only_the_latest_decisions_are_kept(listener: Listener) -> None:
     assert listener.messages == [f"decision {number}" for number in range(5, KEPT_DECISIONS + 5)]
 
 
-def test_a_decision_is_told_with_the_operators_words() -> None:
+def test_a_decision_is_published_with_the_operators_words() -> None:
     goals = (
         Goal("slo", 2, reason="3.00 requests/s need 2 replicas", unreachable="raise the SLO"),
         Goal("queueDepth", missing="the arrivals are unknown"),
