@@ -82,7 +82,7 @@ class PackedMatrix:
     def parts_of(self, found: TensorSlice) -> Slices | None:
         """Return what some outputs or inputs need of the stored tensors, of which others are read whole; None if they
         share entries with others."""
-        if not self.layout:
+        if not self.layout or found.dimension == 2:
             return None
         end = self.shape[found.dimension]
         parts: Slices = {}
