@@ -188,6 +188,18 @@ async def test_a_port_in_use_is_reported_before_anything_starts(make_machine: Ca
     assert list(machine.folder.iterdir()) == []
 
 
+async def test_conditions_name_what_keeps_the_gateway_from_being_ready(make_machine: Callable[..., Machine]) -> None:
+    machine = make_machine(gateway_module="this.does.not.exist")
+    plan = machine.plan()
+    await machine.backend.start()
+    try:
+        await machine.backend.apply([plan])
+        cause = "the gateway is not ready: ended with exit code 1"
+        await eventually(lambda: machine.backend.observe(plan.key).gateway_message.startswith(cause))
+    finally:
+        await machine.backend.stop()
+
+
 async def test_a_running_answer_ends_with_an_error_event_when_everything_stops(
     make_machine: Callable[..., Machine],
 ) -> None:

@@ -146,6 +146,7 @@ class LocalBackend(Cluster):
             plan=self._plan(deployment),
             replicas=tuple(self._seen_by_gateway(replica) for replica in deployment.replicas),
             gateway_ready=self.gateway.ready,
+            gateway_message=self.gateway.message,
             conflict=deployment.conflict,
             scaling=self._scaling.state(key) if deployment.plan.autoscaling else None,
             unused_settings=self._scaling.unused_settings(key),

@@ -81,6 +81,11 @@ class LocalGateway:
         return self.supervisor.phase == "ready"
 
     @property
+    def message(self) -> str:
+        """Description of the gateway process while it is not ready, with what it last reported or how it ended."""
+        return f"the gateway is not ready: {self.supervisor.message}"
+
+    @property
     def control_url(self) -> str | None:
         """URL of `/status` and `/metrics`; None while the gateway does not answer."""
         return self.supervisor.launch.control_url if self.supervisor.launch else None
