@@ -27,6 +27,8 @@ from pagemill_models.sharding.slices import TensorSlice
 
 SAMPLE = ("llama", "olmo2", "gpt_oss", "deepseek_v3", "gpt_neox", "bert", "qwen2_moe")
 TOLERANCE = 1e-5
+STATE_TOLERANCE = 5e-5
+"""Of models with states: a rule over random weights amplifies what sums in another order round differently."""
 Change = Callable[[Shard, int], Shard]
 
 
@@ -85,7 +87,7 @@ def largest_difference(
 
 @pytest.mark.parametrize(("name", "size"), CASES)
 def test_shards_give_the_outputs_of_the_whole(name: str, size: int) -> None:
-    assert largest_difference(name, size) < TOLERANCE
+    assert largest_difference(name, size) < (STATE_TOLERANCE if name in RECURRENT else TOLERANCE)
 
 
 @natively
@@ -97,7 +99,7 @@ def test_native_shards_give_the_outputs_of_the_whole(name: str, size: int) -> No
 @natively
 @pytest.mark.parametrize(("name", "size"), STATE_CASES)
 def test_native_states_of_ranks_give_the_outputs_of_the_whole(name: str, size: int) -> None:
-    assert largest_difference(name, size, outputs=partial(outputs_on_torch, backend="cpu_native")) < TOLERANCE
+    assert largest_difference(name, size, outputs=partial(outputs_on_torch, backend="cpu_native")) < STATE_TOLERANCE
 
 
 BY_ALL = [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.full) for name in NAMES]
