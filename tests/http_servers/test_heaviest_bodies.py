@@ -30,6 +30,7 @@ from pagemill_engine.server.routes import apps as engine_apps
 from pagemill_gateway import app as gateway_app
 from pagemill_gateway.discovery.catalog import MAX_ENDPOINTS, MAX_MODELS
 from pagemill_protocol.link import LINK_PATH
+from pagemill_protocol.report.scaling import KEPT_DECISIONS
 from pagemill_protocol.versions import protocol_headers
 
 TOKEN = "internal-secret"
@@ -110,6 +111,12 @@ def catalog(num_models: int, num_endpoints: int) -> Body:
     ]
     models = [{"deployment": f"d{index}", "name": f"m{index}", "aliases": ["a" * 1000]} for index in range(num_models)]
     return json.dumps({"models": [{"deployment": "e", "name": "e", "endpoints": endpoints}, *models]}).encode()
+
+
+def decisions() -> Body:
+    decision = {"key": "default/chat", "message": "m" * 80_000}
+    reported = [{**decision, "time": f"2026-11-29T12:00:{number:02}Z"} for number in range(KEPT_DECISIONS)]
+    return json.dumps({"decisions": reported}).encode()
 
 
 def tensors(text: str) -> list[dict[str, Any]]:
@@ -231,6 +238,7 @@ HEAVIEST: dict[str, dict[str, Callable[[], Body]]] = {
         "10,000 deployments": lambda: catalog(MAX_MODELS - 1, 0),
         "1,024 engines that are away": lambda: catalog(1, MAX_ENDPOINTS),
     },
+    "POST /internal/scaling": {"as many decisions as are kept, with long reasons": lambda: decisions()},
     "POST /internal/drain": {"a body that is not asked for": lambda: JUNK},
     "POST /internal/drained": {"a body that is not asked for": lambda: JUNK},
     "POST /sleep": {"a body that is not asked for": lambda: JUNK},
@@ -247,7 +255,7 @@ BODILESS = {
     "/v1/conversations/{id}", "/v1/conversations/{id}/items", "/v1/conversations/{id}/items/{item}",
     "/internal/state", "/internal/link", "/internal/bundle", "/internal/load",
     "/is_sleeping", "/status", "/debug/decisions",
-    "/ui", "/ui/events", "/ui/decisions", "/ui/keys", "/ui/{file:path}",
+    "/ui", "/ui/events", "/ui/decisions", "/ui/scaling", "/ui/what-if", "/ui/keys", "/ui/{file:path}",
 }  # fmt: skip
 """GET routes, where a body of the maximum size is read or dropped."""
 ENDLESS = {"/internal/state", "/internal/load", "/ui/events"}
@@ -404,13 +412,15 @@ def test_the_heaviest_accepted_body_has_a_bounded_cost(request: pytest.FixtureRe
 def accepted(case: Case) -> set[int]:
     too_late = {409} if case.path.endswith("/cancel") else set()  # the batch has already ended
     no_upgrade = {426} if case.path == "/internal/link" else set()  # without it nothing is linked
-    return {200, 202, 204} | too_late | no_upgrade
+    no_deployment = {400} if case.path == "/ui/what-if" else set()  # its query names none
+    return {200, 202, 204} | too_late | no_upgrade | no_deployment
 
 
 def with_ids(http_server: HttpServer, path: str, body: Body) -> tuple[str, Body]:
     """Replace names in path and body by those of objects that are created now."""
     if b"{file}" in body[:100]:
         body = body.replace(b"{file}", stored(http_server, "/v1/files", form(2000)).encode(), 1)
+    path = path.replace("{file:path}", "app.js")
     if "{id}" not in path:
         return path, body
     if path.startswith("/v1/responses/"):

@@ -42,10 +42,11 @@ async def test_scaling_from_zero_to_an_answer_and_back_twice(machine: Machine) -
             await machine.until(lambda: not machine.backend.supervisors(plan.key))
             assert wanted(machine, plan) == 0
     reported = [event.message for event in machine.events if event.subject == "chat"]
-    assert [message.partition(":")[0] for message in reported] == [
-        "scaled to 1 replicas from 0",
-        "scaled to 0 replicas from 1",
-    ] * 2
+    changes = [message.partition(":")[0] for message in reported]
+    # A machine on which reports of running requests come late may put an engine to rest once more.
+    num_times = len(changes) // 2
+    assert 2 <= num_times <= 4
+    assert changes == ["scaled to 1 replicas from 0", "scaled to 0 replicas from 1"] * num_times
 
 
 async def answered(session: aiohttp.ClientSession, machine: Machine) -> Answer:
