@@ -69,18 +69,19 @@ MODELS_NOTES = """\
   attention windows, recurrent or compressed state, `longrope`, unknown arguments of attention, and code from the
   model's files. `transformers` must be installed in the engine, in the operator and where `pagemill plan` runs.
 - **Hybrids** with gated delta rules (Qwen3.5, Qwen3-Next, OLMo Hybrid, Kimi Linear), Mamba 2's state spaces (Bamba,
-  Falcon-H1, Granite 4, Nemotron-H) or short convolutions (LFM2, its mixtures, LFM3) run on CPUs and need torch in any
-  shape; states are computed by native kernels. Their prefixes are reused from states that are kept behind points of
-  prompts ([ADR 100](../adr/0100-states-are-blocks.md)). Every family is compared with its class in transformers over
-  whole sequences without a cache, in float32: greedy tokens in batches, in chunks, after prefix hits and preemption, as
-  choices and continued elsewhere, with int8 and int4 weights, and with adapters beside PEFT. Attention of Kimi Linear
-  is computed by torch instead of native kernels, which `deterministic` needs.
-  With it one model for each kind of state gives the same bits in chunks, preempted, from
-  the prefix cache and continued elsewhere, with forms, choices and penalties. Ranks (`tensorParallel`) divide the heads
-  of states, or the channels of a short convolution: logits of 2 to 4 ranks differ from one process's by at most
-  1.3e-5 of the largest (in all shapes but one by less than 1e-5), tokens are equal. GGUF files, proposed tokens, stages and `device: cuda` are refused by name; layers for multi-token prediction
-  are not loaded. Nemotron 3's experts over projected hidden states (`moe_latent_size`) and other hybrids (Jamba and
-  others) are refused, and the error names the key in the header.
+  Falcon-H1, Granite 4, Nemotron-H) or short convolutions (LFM2, its mixtures, LFM3) run on CPUs and need torch in
+  any shape; states are computed by native kernels. Their prefixes are reused from states that are kept behind
+  points of prompts ([ADR 100](../adr/0100-states-are-blocks.md)). Every family is compared with its class in
+  transformers over whole sequences without a cache, in float32: greedy tokens in batches, in chunks, after prefix
+  hits and preemption, as choices and continued elsewhere, with int8 and int4 weights, and with adapters beside
+  PEFT. Attention of Kimi Linear is computed by torch instead of native kernels, which `deterministic` needs. With
+  it one model for each kind of state gives the same bits in chunks, preempted, from the prefix cache and continued
+  elsewhere, with forms, choices and penalties. Ranks (`tensorParallel`) divide the heads of states, or the channels
+  of a short convolution: logits of 2 to 4 ranks differ from one process's by at most 1.3e-5 of the largest (in all
+  shapes but one by less than 1e-5), tokens are equal. GGUF files, proposed tokens, stages and `device: cuda` are
+  refused by name; layers for multi-token prediction are not loaded. Nemotron 3's experts over projected hidden
+  states (`moe_latent_size`) and other hybrids (Jamba and others) are refused, and the error names the key in the
+  header.
 - **Rope scaling**: `linear`, `dynamic`, `llama3`, `yarn` and `longrope`. `linear`, `dynamic` and `yarn`
   lengthen the context by their factor where the files declare the original one. Where `maxModelLen` exceeds the
   original context, all contexts have the base of the longest one with `dynamic` and the long factors with `longrope`,
