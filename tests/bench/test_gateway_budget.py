@@ -41,7 +41,7 @@ BOUNDS = {
 MAX_ALLOCATIONS = {REST: 2260, FIRST_FRAME: 180, RELAYS: 990, END: 372}
 """Limits until the request is with its engine, for its first frame, for later frames, and for its end."""
 NUM_COUNTED = 9
-MAX_BLOCKS_HELD = 775
+MAX_BLOCKS_HELD = 815
 """The memory blocks of one stream from its first frame on."""
 
 
