@@ -103,6 +103,14 @@ def one_node(cluster: Cluster) -> OneNode:
     return cluster.node
 
 
+@pytest.fixture(scope="module")
+def near_cluster(cluster: Cluster) -> Cluster:
+    """Return the cluster if its pods reach servers of this machine; skip the case on others."""
+    if cluster.node is None:
+        pytest.skip("needs the one-node cluster: its pods reach servers of this machine")
+    return cluster
+
+
 @pytest.fixture
 def unbroken_path(cluster: Cluster) -> None:
     """Skip cases that replace gateways under load if requests go through a forwarded port."""

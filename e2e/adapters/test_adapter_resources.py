@@ -38,10 +38,8 @@ pytestmark = pytest.mark.timeout(1200)
 
 
 @pytest.fixture(scope="module")
-def bucket(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AdapterBucket]:
-    if cluster.node is None:
-        pytest.skip("needs the one-node cluster: its pods reach servers of this machine")
-    with lora.adapter_bucket(cluster, tmp_path_factory.mktemp("s3")) as found:
+def bucket(near_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AdapterBucket]:
+    with lora.adapter_bucket(near_cluster, tmp_path_factory.mktemp("s3")) as found:
         yield found
 
 

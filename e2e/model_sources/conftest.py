@@ -7,16 +7,14 @@ from pathlib import Path
 
 import pytest
 from support import model_servers
-from support.clusters import OneNode
+from support.clusters import Cluster
 from support.kubectl import Kubectl
 from support.model_servers import Bucket
 
 
 @pytest.fixture(scope="module")
-def served(cluster: OneNode, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bucket]:
-    if cluster.node is None:
-        pytest.skip("needs the one-node cluster: its pods reach servers of this machine")
-    with model_servers.bucket(cluster, tmp_path_factory.mktemp("s3")) as found:
+def served(near_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bucket]:
+    with model_servers.bucket(near_cluster, tmp_path_factory.mktemp("s3")) as found:
         yield found
 
 

@@ -19,7 +19,7 @@ from pagemill_operator.autoscaler.records import Record
 from pagemill_operator.autoscaler.settings import ScalingSettings
 from pagemill_operator.autoscaler.signals import Fleet, Signals
 from pagemill_operator.load import decisions as decisions_module
-from pagemill_operator.load.decisions import DecisionHistory, described, telling
+from pagemill_operator.load.decisions import DecisionHistory, described, publishing
 from pagemill_protocol.report.scaling import KEPT_DECISIONS
 from pagemill_protocol.versions import PROTOCOL_HEADER
 
@@ -77,7 +77,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @asynccontextmanager
 async def published(listener: Listener, history: DecisionHistory) -> AsyncIterator[None]:
-    async with aiohttp.ClientSession() as session, telling(session, listener.url, "secret", history):
+    async with aiohttp.ClientSession() as session, publishing(session, listener.url, "secret", history):
         yield
 
 

@@ -80,7 +80,7 @@ def _why(goal: Goal) -> str:
 
 
 @asynccontextmanager
-async def telling(
+async def publishing(
     session: aiohttp.ClientSession, control_url: str, token: str, history: DecisionHistory
 ) -> AsyncIterator[None]:
     """Report decisions to the gateway while the block runs; faults are retried and never end it."""

@@ -22,7 +22,7 @@ import msgspec
 from pagemill_models.files.regular_file import open_regular
 from pagemill_models.sources.base import ReadsRanges, RemoteFile, Repository, SourceKind
 from pagemill_models.sources.headers import read_safetensors_header
-from pagemill_models.sources.registry import find_kind, in_full
+from pagemill_models.sources.registry import find_kind
 from pagemill_models.sources.schemes.ranges import NUM_RANGES, RANGE_BYTES
 from pagemill_models.sources.selection import select_files
 from pagemill_models.sources.store.reach import check_reachable
@@ -42,25 +42,19 @@ class _Described(msgspec.Struct):
     files: dict[str, RemoteFile]
 
 
-def folder_of_parts(source: str, least_bytes: int, field: str = "model.source") -> Path | None:
+def folder_of_parts(kind: SourceKind, source: str, least_bytes: int) -> Path | None:
     """Return a folder whose weights are read from the source, which is removed when this process ends.
 
-    `least_bytes`: of the weights. None: the source is not of a network, its files have another form or are smaller, or
-    its server cannot send parts. Raises `FetchError`.
+    `kind`: of the source; one of a network. `least_bytes`: of the weights. None: the source is a single file, its files
+    have another form or are smaller, or its server cannot send parts. Raises `FetchError`.
     """
-    written = in_full(source)
-    kind = find_kind(written, field)
-    kind.check(written, field)
-    if not kind.is_remote or kind.file_of(written) is not None:
+    if kind.file_of(source) is not None:
         return None
+    repository = kind.open(source)
     try:
-        repository = kind.open(written)
-        try:
-            return _opened(kind, repository, written, least_bytes)
-        finally:
-            repository.close()
-    except FetchError as error:
-        raise FetchError(error.reason, error.message, field) from error
+        return _opened(kind, repository, source, least_bytes)
+    finally:
+        repository.close()
 
 
 def _opened(kind: SourceKind, repository: Repository, source: str, least_bytes: int) -> Path | None:

@@ -110,13 +110,18 @@ class Opened(NamedTuple):
 def open_by_parts(source: str, field: str, least_bytes: int) -> Opened:
     """Open a source whose weights each process reads in parts, if it has at least `least_bytes` of them and this
     machine has no copy; other sources as `open_source`. Raises `SourceError`."""
-    if not Path(source).exists() and find_kind(in_full(source), field).is_remote:
-        kind, written = find_kind(in_full(source), field), in_full(source)
-        if not _cache().has(written) and kind.find(written, field) is None:
-            folder = folder_of_parts(written, least_bytes, field)
-            if folder is not None:
-                return Opened(folder, is_by_parts=True)
-    return open_source(source, field)
+    written = _written(source)
+    if "://" not in written:
+        return open_source(source, field)
+    kind = find_kind(written, field)
+    if not kind.is_remote or _cache().has(written) or kind.find(written, field) is not None:
+        return open_source(source, field)
+    kind.check(written, field)
+    try:
+        folder = folder_of_parts(kind, written, least_bytes)
+    except FetchError as error:
+        raise _of_field(error, field) from error
+    return open_source(source, field) if folder is None else Opened(folder, is_by_parts=True)
 
 
 def open_source(source: str, field: str = "model.source") -> Opened:
@@ -144,7 +149,7 @@ def open_source(source: str, field: str = "model.source") -> Opened:
 def _resolve(source: str, field: str, watch: Watch) -> Path:
     if not source.strip() or "\0" in source:
         raise SourceError(field, f"the model source is empty or not a path. {forms()}")
-    written = in_full(source) if _may_be_hub_name(source) else source
+    written = _written(source)
     if "://" not in written:
         return _checked(Path(source).expanduser(), source, field)
     kind = find_kind(written, field)
@@ -228,6 +233,11 @@ def _held(path: Path) -> Path:
         if (folder / NAME).is_file():
             SHARED_LOCKS.acquire(folder)
     return path
+
+
+def _written(source: str) -> str:
+    """Return a source with its scheme, or a path as it is."""
+    return in_full(source) if _may_be_hub_name(source) else source
 
 
 def _may_be_hub_name(source: str) -> bool:

@@ -16,7 +16,7 @@ import aiohttp
 
 from pagemill_operator.autoscaler.records import Record, log_line
 from pagemill_operator.backends.scaler import Scaler
-from pagemill_operator.load.decisions import DecisionHistory, telling
+from pagemill_operator.load.decisions import DecisionHistory, publishing
 from pagemill_operator.load.store import LoadStore
 from pagemill_operator.load.stream import STREAM_FAULTS, follow_load
 from pagemill_operator.plan.types import Plan
@@ -104,7 +104,7 @@ class LocalScaling:
         while True:
             if url := self._control_url():
                 try:
-                    async with telling(self._session, url, self._token, self._history):
+                    async with publishing(self._session, url, self._token, self._history):
                         await follow_load(self._session, url, self._token, self._report)
                 except STREAM_FAULTS as error:
                     logger.debug("the gateway's load stream is interrupted: %s", str(error) or type(error).__name__)

@@ -15,7 +15,7 @@ import aiohttp
 
 from pagemill_operator.backends.kubernetes.snapshot import Manifest
 from pagemill_operator.controller.watching.cache import is_ready
-from pagemill_operator.load.decisions import DecisionHistory, telling
+from pagemill_operator.load.decisions import DecisionHistory, publishing
 from pagemill_operator.load.store import LoadStore
 from pagemill_operator.load.stream import STREAM_FAULTS, follow_load
 from pagemill_operator.status.load import LEAST_SECONDS_BETWEEN_WRITES
@@ -94,7 +94,7 @@ class LoadStreams:
 
         try:
             token = self._token() or ""
-            async with telling(session, url, token, self._history):
+            async with publishing(session, url, token, self._history):
                 await follow_load(session, url, token, report)
         except STREAM_FAULTS as error:
             logger.log(
