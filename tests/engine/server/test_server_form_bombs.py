@@ -162,7 +162,7 @@ def fastest_ms(client: httpx.Client, make: Callable[[int], dict[str, Any]], stat
 def test_an_expensive_form_is_refused_by_its_field_within_a_bounded_time(client: httpx.Client, bomb: str) -> None:
     took_ms = fastest_ms(client, *BOMBS[bomb])
     print(f"{bomb}: {took_ms:.1f} ms (goal {GOAL_MS:g})")
-    assert took_ms < GOAL_MS * max(FACTOR, busy_factor())
+    assert took_ms < GOAL_MS * FACTOR * busy_factor()
 
 
 def test_other_requests_are_answered_while_expensive_forms_are_checked(client: httpx.Client) -> None:
@@ -188,4 +188,4 @@ def test_other_requests_are_answered_while_expensive_forms_are_checked(client: h
         finally:
             done.set()
         print(f"beside {bombs.result()} bombs: {min(took_ms):.1f} ms, {len(took_ms)} requests")
-    assert min(took_ms) < GOAL_MS * max(FACTOR, busy_factor())
+    assert min(took_ms) < GOAL_MS * FACTOR * busy_factor()
