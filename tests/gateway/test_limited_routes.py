@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -354,8 +356,13 @@ async def test_two_gateways_with_one_redis_share_a_limit_and_fail_no_request_wit
     one, two = [await start_shared(gateways, engines[0], settings) for _ in range(2)]
     await fake.until(lambda: all(each.gateway.control.sharing.up for each in (one, two)))
     replies = await asyncio.gather(*(each.chat(headers=KEY) for _ in range(15) for each in (one, two)))
-    assert sorted(reply.status for reply in replies) == [200] * 20 + [429] * 10
-    assert "pagemill_gateway_redis_up 1.0" in (await one.get("/metrics", control=True)).raw.decode()
+    pages = [(await each.get("/metrics", control=True)).raw.decode() for each in (one, two)]
+    assert "pagemill_gateway_redis_up 1.0" in pages[0]
+    # A connection that a busy machine opens too late is a limit that a gateway decides by its own share.
+    num_alone = sum(int(found) for page in pages for found in re.findall(r"limits_decided_alone_total (\d+)", page))
+    statuses = Counter(reply.status for reply in replies)
+    assert set(statuses) == {200, 429}
+    assert 20 <= statuses[200] <= 20 + num_alone
 
 
 async def test_a_restart_of_redis_under_load_causes_no_error(engines, gateways, server, fake) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -34,5 +35,6 @@ async def test_an_equal_load_of_new_prompts_leaves_no_more_objects(engines, gate
         return sys.getallocatedblocks()
 
     await num_objects_after_a_load()
-    counts = [await num_objects_after_a_load() for _ in range(3)]
-    assert min(counts[1:]) - counts[0] < NUM_REQUESTS, counts
+    counts = [await num_objects_after_a_load() for _ in range(4)]
+    # What is made once, for example by a timer that ends within a load, adds to one of them.
+    assert min(after - before for before, after in pairwise(counts)) < NUM_REQUESTS, counts

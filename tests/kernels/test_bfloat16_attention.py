@@ -210,7 +210,7 @@ def test_sinks_take_their_share_of_the_weights(tokens: int) -> None:
     batch, cache = batch_of([(tokens, 30)], 2, 64), cache_of(2, 64)
     query, sinks = torch.randn(tokens, 8, 64), torch.linspace(-2.0, 6.0, 8)
     plan = native.plan_bfloat16_attention(batch, None, torch.bfloat16, CPU)
-    found = native.paged_attention(query, cache, plan, 0.125, sinks)
+    found = native.paged_attention(query, cache, plan, 0.125, sinks=sinks)
     exact_plan = reference.plan_attention(batch, None, torch.float32, CPU)
     expected = reference.paged_attention(query, cache, exact_plan, 0.125, sinks=sinks)
     torch.testing.assert_close(found, expected, atol=0.03, rtol=0.02)
