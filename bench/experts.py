@@ -44,7 +44,11 @@ MOE |= {"num_local_experts": EXPERTS, "num_experts_per_tok": TOP_K}
 STARCODER2 = {"architectures": ["Starcoder2ForCausalLM"], "intermediate_size": 5376, **SHAPE}
 STARCODER2 |= {"tie_word_embeddings": False, "sliding_window": None}
 NEOX = {"architectures": ["GPTNeoXForCausalLM"], "intermediate_size": 4608, **SHAPE}
-MODELS = {"dense": DENSE, "experts": MOE, "starcoder2": STARCODER2, "gpt-neox": NEOX}
+# GLM-4.5's parts: sigmoids with a bias of choices, a shared expert, a dense first layer.
+GLM: dict[str, Any] = {"architectures": ["Glm4MoeForCausalLM"], "intermediate_size": TOP_K * INNER, **SHAPE}
+GLM |= {"moe_intermediate_size": 512, "n_routed_experts": 24, "num_experts_per_tok": 6, "n_shared_experts": 1}
+GLM |= {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "head_dim": 64, "use_qk_norm": True}
+MODELS = {"dense": DENSE, "experts": MOE, "glm-4.5": GLM, "starcoder2": STARCODER2, "gpt-neox": NEOX}
 STORAGE: dict[str, dict[str, Any]] = {
     "bfloat16": {},
     "int8": {"quantization": "int8"},

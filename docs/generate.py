@@ -30,11 +30,14 @@ MODELS = (
     "The engine supports these architectures, identified by the names in a model's files: `architectures` of "
     "`config.json` (or `model_type` if that is missing) in a Hugging Face folder with safetensors, or "
     "`general.architecture` in a GGUF file. Other models are refused when the header is read, and the error lists the "
-    "supported ones. [Packages can add architectures](../how-to/add-a-model.md)."
+    "supported ones. [Packages can add architectures](../how-to/add-a-model.md).\n\n"
+    "*On CPUs*: `native` families need no torch, since one native call computes all of their layers; of the others "
+    "torch computes the named parts, in any shape, and calls the native kernels for the rest. *Compared with*: the "
+    "reference of the tests, which is the family's class in transformers, or plain formulas where it has none."
 )
 MODELS_NOTES = """\
-- **Backends**: all families except DeepSeek, Gemma 4 and hybrids run on CPUs with the native kernels or with torch, and
-  on NVIDIA GPUs with Triton. On CPUs, heads may have any size up to 512; on GPUs, multiples of 16.
+- **GPUs**: NVIDIA GPUs run all families except encoders, hybrids and those with latent attention. On CPUs, heads may
+  have any size up to 512; on GPUs, multiples of 16.
 - **DeepSeek** stores one compressed vector per token and layer (`kv_lora_rank` + `qk_rope_head_dim` values), which
   `pagemill plan` and the KV cache take into account. It runs on CPUs only: matmuls and experts use native kernels,
   latent attention uses torch; `device: cuda` is refused by name. FP8 checkpoints are supported; layers for
@@ -429,6 +432,21 @@ def cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
+TORCH_ON_CPUS = {
+    **dict.fromkeys(("bert", "modernbert", "roberta", "xlm_roberta"), "encoder"),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4"), "latent attention"),
+    **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "olmo_hybrid"), "states"),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_next"), "states"),
+    **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3"), "short convolutions"),
+    "kimi_linear": "states, latent attention",
+    "gemma4": "keys that layers share, inputs of layers",
+    "opt": "350m only: norms behind its blocks, projections",
+}
+"""Families with shapes that the native layers do not compute, and why; `tests/house/test_models_page.py` checks it."""
+WITHOUT_TRANSFORMERS = ("aquila", "baichuan", "internlm", "internlm2", "internlm3", "qwen")
+"""Families without a class in transformers: their references are plain formulas in the tests."""
+
+
 def models_page() -> str:
     from pagemill_models.declaration.known import BUILT_IN, MULTIMODAL
 
@@ -438,8 +456,11 @@ def models_page() -> str:
         about = (importlib.import_module(f"pagemill_models.families.{module}").__doc__ or "").split("\n\n")[0]
         spelled = ", ".join(f"`{name}`" for name in names.architectures)
         in_gguf = ", ".join(f"`{name}`" for name in names.gguf) or "-"
-        rows.append(f"| {spelled} | `{names.model_type}` | {in_gguf} | {cell(' '.join(about.split()))} |")
-    head = ["| `architectures` | `model_type` | GGUF | |", "|---|---|---|---|"]
+        on_cpus = f"torch ({TORCH_ON_CPUS[module]})" if module in TORCH_ON_CPUS else "native"
+        reference = "formulas" if module in WITHOUT_TRANSFORMERS else "transformers"
+        about = cell(" ".join(about.split()))
+        rows.append(f"| {spelled} | `{names.model_type}` | {in_gguf} | {on_cpus} | {reference} | {about} |")
+    head = ["| `architectures` | `model_type` | GGUF | On CPUs | Compared with | |", "|---|---|---|---|---|---|"]
     return "\n".join([f"# Models\n\n{NOTE}\n\n{MODELS}\n", *head, *sorted(rows), "", notes])
 
 

@@ -64,7 +64,7 @@ _IMPLEMENTATIONS: dict[str, dict[Backend, str]] = {
         "triton": "rope.triton_launch:store",
     },
     "store_latents": {"reference": "kv_store.reference:store_latents"},
-    "rotate": {"reference": "rope.reference:apply_rope"},
+    "rotate": {"reference": "rope.reference:apply_rope", "cpu_native": "torch_ops:rotate"},
     "rope_and_store": {
         "reference": "rope.reference:rope_and_store",
         "cpu": "rope.cpu:rope_and_store",
@@ -88,7 +88,11 @@ _IMPLEMENTATIONS: dict[str, dict[Backend, str]] = {
     },
     "activate": {"reference": "activation.reference:activate", "cpu_native": "torch_ops:activate"},
     "route": {"reference": "experts.reference:route", "cpu_native": "torch_ops:route"},
-    "route_by_groups": {"reference": "experts.reference:route_by_groups"},
+    "route_by_groups": {
+        "reference": "experts.reference:route_by_groups",
+        "cpu_native": "torch_ops:route_by_groups",
+    },
+    "add_gated": {"reference": "experts.reference:add_gated", "cpu_native": "torch_ops:add_gated"},
     "pack_experts": {
         "reference": "experts.reference:pack_experts",
         "cpu_native": "torch_ops:pack_experts",
@@ -230,6 +234,7 @@ class Ops(NamedTuple):
     activate: Callable[[Tensor, str], Tensor]
     route: Callable[[Tensor, int, bool], tuple[Tensor, Tensor]]
     route_by_groups: Callable[..., tuple[Tensor, Tensor]]
+    add_gated: Callable[[Tensor, Tensor, Tensor], None]
     pack_experts: Callable[[Sequence[ExpertParts], Gate], FusedExperts]
     pack_linear: Callable[[Tensor, Tensor | None], PackedLinear]
     pack_rows: Callable[[Tensor], PackedLinear]

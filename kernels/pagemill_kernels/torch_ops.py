@@ -19,7 +19,8 @@ from pagemill_kernels.activation import reference as activation_reference
 from pagemill_kernels.adapters.cpu import NativeTensorRows
 from pagemill_kernels.adapters.rows import ExpertRows
 from pagemill_kernels.experts import native as experts
-from pagemill_kernels.experts.parts import ExpertParts, FusedExperts, Gate
+from pagemill_kernels.experts import reference as reference_experts
+from pagemill_kernels.experts.parts import ExpertParts, FusedExperts, Gate, Gating
 from pagemill_kernels.experts.reference import PlainExperts
 from pagemill_kernels.linear import native as linear
 from pagemill_kernels.linear.groups import CodeBlocks, GroupCodes
@@ -32,6 +33,7 @@ from pagemill_kernels.recurrent.batch import StateBatch
 from pagemill_kernels.recurrent.reference import Convolution, DeltaHeads
 from pagemill_kernels.recurrent.state_space import StateSpaceHeads
 from pagemill_kernels.rope import native as rope
+from pagemill_kernels.rope import reference as reference_rope
 from pagemill_kernels.torch_arrays import from_torch, to_torch
 
 Plan = attention.NativePlan
@@ -54,6 +56,13 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
 def rope_and_store(heads: Tensor, num_heads: int, cos: Tensor, sin: Tensor, cache: Tensor, slots: Tensor) -> None:
     turning = from_torch(cos), from_torch(sin)
     rope.rope_and_store(from_torch(heads), num_heads, *turning, from_torch(cache), from_torch(slots))
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    if x.dtype != torch.float32 or x.stride()[1:] != (x.shape[2], 1):
+        reference_rope.apply_rope(x, cos, sin)
+        return
+    rope.rotate(from_torch(x), from_torch(cos.contiguous()), from_torch(sin.contiguous()))
 
 
 def store(heads: Tensor, num_heads: int, cache: Tensor, slots: Tensor) -> None:
@@ -241,6 +250,21 @@ class TorchExperts:
 def route(logits: Tensor, top_k: int, renormalized: bool) -> tuple[Tensor, Tensor]:
     chosen, weights = experts.route(from_torch(logits.float()), top_k, renormalized)
     return to_torch(chosen), to_torch(weights)
+
+
+def route_by_groups(
+    logits: Tensor, top_k: int, renormalized: bool, gating: Gating, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    arguments = from_torch(logits.float()), top_k, renormalized, gating, _optional(bias)
+    chosen, weights = experts.route_by_groups(*arguments)
+    return to_torch(chosen), to_torch(weights)
+
+
+def add_gated(out: Tensor, x: Tensor, gates: Tensor) -> None:
+    if out.dtype != torch.float32:
+        reference_experts.add_gated(out, x, gates)
+        return
+    experts.add_gated(from_torch(out), from_torch(x.float().contiguous()), from_torch(gates.float()))
 
 
 def pack_experts(parts: Sequence[ExpertParts], gate: Gate) -> FusedExperts:

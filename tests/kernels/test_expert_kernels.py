@@ -254,3 +254,46 @@ def test_of_experts_with_equal_logits_torchs_choice_is_taken(experts: int, top_k
     expected, expected_weights = reference.route(logits, top_k, True)
     assert torch.equal(chosen, expected)
     torch.testing.assert_close(weights, expected_weights, equal_nan=True)
+
+
+@needs_native
+@pytest.mark.parametrize("renormalized", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
+@pytest.mark.parametrize(
+    ("experts", "top_k", "groups", "top_groups", "best"),
+    [(1, 1, 1, 1, 1), (6, 2, 1, 1, 1), (12, 3, 4, 2, 1), (64, 8, 8, 4, 2), (256, 8, 8, 4, 2), (160, 6, 8, 3, 1)],
+)
+def test_native_routing_by_groups_equals_the_formula(
+    experts: int, top_k: int, groups: int, top_groups: int, best: int, scores: str, biased: bool, renormalized: bool
+) -> None:
+    generator = torch.Generator().manual_seed(experts)
+    logits = torch.randn(40, experts, generator=generator) * 3
+    bias = torch.randn(experts, generator=generator) if biased else None
+    gating = Gating(scores, groups, top_groups, best, 1.7)
+    chosen, weights = native.route_by_groups(logits, top_k, renormalized, gating, bias)
+    expected, expected_weights = reference.route_by_groups(logits, top_k, renormalized, gating, bias)
+    assert torch.equal(chosen, expected)
+    torch.testing.assert_close(weights, expected_weights)
+    alone, own = native.route_by_groups(logits[3:4], top_k, renormalized, gating, bias)
+    assert (alone.tolist(), own.tolist()) == (chosen[3:4].tolist(), weights[3:4].tolist()), "in any batch the same bits"
+
+
+@needs_native
+def test_of_groups_with_equal_scores_torchs_choice_is_taken() -> None:
+    logits = torch.randint(0, 2, (60, 32), generator=torch.Generator().manual_seed(4)).float()
+    gating = Gating("sigmoid", 8, 3, 2, 1.0)
+    chosen, _ = native.route_by_groups(logits, 4, True, gating, None)
+    assert torch.equal(chosen, reference.route_by_groups(logits, 4, True, gating, None)[0])
+
+
+@needs_native
+@pytest.mark.parametrize(("tokens", "size"), [(1, 8), (5, 33), (200, 256)])
+def test_gated_outputs_are_added(tokens: int, size: int) -> None:
+    generator = torch.Generator().manual_seed(tokens)
+    out, x = (torch.randn(tokens, size, generator=generator) for _ in range(2))
+    gates = torch.randn(tokens, 1, generator=generator) * 40
+    expected = out.clone()
+    reference.add_gated(expected, x, gates)
+    native.add_gated(out, x, gates)
+    torch.testing.assert_close(out, expected)

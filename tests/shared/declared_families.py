@@ -46,6 +46,10 @@ RECURRENT = {
 NAMES = [*_TRANSFORMERS, *KINDS, *RECURRENT]
 
 
+def architecture_of(name: str) -> str:
+    return KINDS[name].architecture if name in KINDS else (_TRANSFORMERS | RECURRENT)[name][0]
+
+
 @cache
 def declared(name: str) -> DecoderSpec:
     if name in KINDS:

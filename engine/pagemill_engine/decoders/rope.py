@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from pagemill_engine.decoders.tensors import TensorSource, read_tensor
 from pagemill_kernels.arrays import Array
 from pagemill_models.declaration.declaration import DecoderSpec, RopeSpec
+from pagemill_models.declaration.matrices import QueryGrowth
 from pagemill_models.declaration.rope_scaling import (
     DynamicScaling,
     LinearScaling,
@@ -40,6 +41,12 @@ class Rotations:
     def at(self, positions: NDArray[np.int64]) -> list[Table]:
         """Return cos and sin of the positions, each [tokens, head_dim / 2]."""
         return [(cos[positions], sin[positions]) for cos, sin in self.tables]
+
+
+def query_factors(growth: QueryGrowth, positions: NDArray[np.int64]) -> Array:
+    """Return the factors on queries, float32 [tokens]."""
+    factors = 1 + growth.beta * np.log(1 + np.floor(positions / growth.length))
+    return np.asarray(factors, dtype=np.float32)
 
 
 def decoder_tables(decoder: DecoderSpec, max_positions: int, source: TensorSource) -> list[Table]:

@@ -17,7 +17,7 @@ from pagemill_kernels.cpu import processor
 
 logger = logging.getLogger(__name__)
 
-ABI_VERSION = 30
+ABI_VERSION = 31
 PANEL = 16
 """Outputs of one panel of a packed weight."""
 ADAPTER_PANEL, ADAPTER_RANKS = 64, 8
@@ -104,6 +104,17 @@ class NormWeights(ctypes.Structure):
     )
 
 
+class Gating(ctypes.Structure):
+    _fields_ = (
+        ("bias", c_void_p),
+        ("num_groups", c_int64),
+        ("top_groups", c_int64),
+        ("best_of_group", c_int64),
+        ("scale", c_float),
+        ("sigmoid", c_int32),
+    )
+
+
 class ExpertsWeights(ctypes.Structure):
     _fields_ = (
         ("router", c_void_p),
@@ -117,6 +128,24 @@ class ExpertsWeights(ctypes.Structure):
         ("renormalized", c_int32),
         ("activation", c_int32),
         ("limit", c_float),
+        ("gated", c_int32),
+        ("padding", c_int32),
+        ("gating", c_void_p),
+    )
+
+
+class SharedExpert(ctypes.Structure):
+    _fields_ = (
+        ("up", c_void_p),
+        ("down", c_void_p),
+        ("gate", c_void_p),
+        ("up_bias", c_void_p),
+        ("down_bias", c_void_p),
+        ("gate_bias", c_void_p),
+        ("activation", c_int32),
+        ("gated", c_int32),
+        ("limit", c_float),
+        ("padding", c_int32),
     )
 
 
@@ -133,6 +162,7 @@ class LayerWeights(ctypes.Structure):
         ("sinks", c_void_p),
         ("alibi_slopes", c_void_p),
         ("experts", c_void_p),
+        ("shared", c_void_p),
         ("attention_norm", NormWeights),
         ("query_norm", NormWeights),
         ("key_norm", NormWeights),
@@ -150,6 +180,8 @@ class LayerWeights(ctypes.Structure):
         ("activation", c_int32),
         ("gated", c_int32),
         ("parallel", c_int32),
+        ("norms_behind", c_int32),
+        ("grows", c_int32),
     )
 
 
@@ -333,6 +365,11 @@ _SIGNATURES = {
     ),
     "pagemill_activate": (c_void_p, c_int64, c_int64, c_int32, c_int32, c_float, c_void_p, c_int32),
     "pagemill_route": (c_void_p, c_int64, c_int64, c_int64, c_int32, c_void_p, c_void_p),
+    "pagemill_route_by_groups": (
+        c_void_p, c_int64, c_int64, c_int64, c_int32, POINTER(Gating), c_void_p, c_void_p,
+    ),
+    "pagemill_rotate": (c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_int32),
+    "pagemill_add_gated": (c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int32),
     "pagemill_rope_and_store": (
         c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int32, c_void_p, c_int64, c_int64,
         c_int32,
@@ -348,8 +385,8 @@ _SIGNATURES = {
         c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64, POINTER(AdaptedRows), c_void_p, c_int64, c_int32,
     ),
     "pagemill_decoder_layers": (
-        c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int32,
-        c_void_p, POINTER(StepHooks), c_void_p,
+        c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_void_p,
+        c_int32, c_void_p, POINTER(StepHooks), c_void_p,
     ),
     "pagemill_ranks_bytes": (c_int64, c_int64, c_int64),
     "pagemill_ranks_step": (POINTER(Ranks), c_int64),

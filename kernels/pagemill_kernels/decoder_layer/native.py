@@ -13,7 +13,9 @@ from pagemill_kernels.adapters.native import NativeAdapterRows
 from pagemill_kernels.arrays import Array, address, optional_address
 from pagemill_kernels.cpu import launch, library
 from pagemill_kernels.decoder_layer.parts import LayerParts, MLPParts, MoEParts, NormParts
+from pagemill_kernels.experts.native import gating_of
 from pagemill_kernels.kv_store import kinds
+from pagemill_kernels.linear.native import NativeLinear
 from pagemill_kernels.paged_attention.native import NativePlan
 from pagemill_kernels.ranks.reduce import NativeReduce
 
@@ -62,12 +64,14 @@ class NativeLayers:
         adapters: NativeAdapterRows | None = None,
         reduce: NativeReduce | None = None,
         first_input: Array | None = None,
+        query_factors: Array | None = None,
     ) -> None:
         """Add the layers' contributions to `hidden`, float32 [tokens, hidden], in place.
 
         `plans` and `slots`: by window. `rotations`: cos and sin, by the numbers in the layers' parts. `adapters`: of
         the tokens. `reduce`: adds what ranks have computed. `first_input`: what the attention of the first layer reads,
-        normalised, float32 [tokens, inputs of its qkv]; None: `hidden`, which has as many values. Other arguments: as
+        normalised, float32 [tokens, inputs of its qkv]; None: `hidden`, which has as many values. `query_factors`:
+        float32 [tokens], for layers with `query_growth`. Other arguments: as
         for `rope.native` and `paged_attention.native`.
         """
         num_tokens = len(hidden)
@@ -100,6 +104,7 @@ class NativeLayers:
             first,
             address(hidden),
             num_tokens,
+            optional_address(query_factors),
             launch.addresses(None if index is None else turns[index][0] for index in self._rotations),
             launch.addresses(None if index is None else turns[index][1] for index in self._rotations),
             caches.number,
@@ -150,6 +155,8 @@ class _Weights:
             clip=parts.clip or 0.0,
             soft_cap=parts.soft_cap or 0.0,
             parallel=parts.parallel,
+            norms_behind=parts.norms_behind_rotation,
+            grows=parts.query_growth,
         )
         if isinstance(parts.mlp, MLPParts):
             self._set_mlp(parts.mlp)
@@ -166,8 +173,27 @@ class _Weights:
         layer.gated, layer.limit = mlp.gated, mlp.limit or 0.0
 
     def _set_experts(self, mlp: MoEParts) -> None:
-        self._experts = mlp.experts.weights(mlp.router, mlp.top_k, mlp.renormalized)
+        self._gating = None if mlp.gating is None else gating_of(mlp.gating, mlp.choice_bias)
+        self._experts = mlp.experts.weights(mlp.router, mlp.top_k, mlp.renormalized, self._gating)
         self.layer.experts = ctypes.addressof(self._experts)
+        if mlp.shared is not None:
+            self._set_shared(*mlp.shared)
+
+    def _set_shared(self, mlp: MLPParts, gate: NativeLinear | None) -> None:
+        up, down = mlp.up, mlp.down
+        self.inner_size = up.out_features + down.in_features + (0 if gate is None else self.hidden_size)
+        self._shared = library.SharedExpert(
+            up=up.address,
+            down=down.address,
+            gate=None if gate is None else gate.address,
+            up_bias=up.bias_address,
+            down_bias=down.bias_address,
+            gate_bias=None if gate is None else gate.bias_address,
+            activation=library.ACTIVATIONS.index(mlp.activation),
+            gated=mlp.gated,
+            limit=mlp.limit or 0.0,
+        )
+        self.layer.shared = ctypes.addressof(self._shared)
 
 
 def _norm(parts: NormParts | None) -> library.NormWeights:

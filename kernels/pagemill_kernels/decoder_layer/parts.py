@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from pagemill_kernels.arrays import Array
 from pagemill_kernels.experts.native import NativeExperts
+from pagemill_kernels.experts.parts import Gating
 from pagemill_kernels.linear.native import NativeLinear
 
 
@@ -33,12 +34,23 @@ class MLPParts(NamedTuple):
     """The argument of `activation.reference.activate_and_mul`."""
 
 
+class SharedExpertParts(NamedTuple):
+    mlp: MLPParts
+    gate: NativeLinear | None
+    """One row: the MLP's outputs are multiplied by the sigmoid of this product."""
+
+
 class MoEParts(NamedTuple):
     router: NativeLinear
     experts: NativeExperts
     top_k: int
     renormalized: bool
     """The argument of `experts.reference.route`."""
+    gating: Gating | None = None
+    """None: experts are chosen by the softmax of the router's logits."""
+    choice_bias: Array | None = None
+    """float32 [experts], for a gating."""
+    shared: SharedExpertParts | None = None
 
 
 class LayerParts(NamedTuple):
@@ -59,8 +71,11 @@ class LayerParts(NamedTuple):
     mlp_norm: NormParts | None
     """None in a parallel layer whose MLP has the attention's input."""
     query_norm: NormParts | None = None
-    """Norm before the rotation, of head_dim for each head alone, or of all heads' size over all of them."""
+    """Norm around the rotation, of head_dim for each head alone, or of all heads' size over all of them."""
     key_norm: NormParts | None = None
+    norms_behind_rotation: bool = False
+    query_growth: bool = False
+    """Whether queries are multiplied by the step's factors, behind the rotation."""
     clip: float | None = None
     """Bound of the amounts of queries, keys and values before the rotation."""
     attention_output_norm: NormParts | None = None

@@ -9,9 +9,9 @@ import numpy as np
 
 from pagemill_kernels import arrays
 from pagemill_kernels.adapters.native import NativeAdapterRows
-from pagemill_kernels.arrays import Array, address
+from pagemill_kernels.arrays import Array, address, optional_address
 from pagemill_kernels.cpu import launch, library
-from pagemill_kernels.experts.parts import Gate
+from pagemill_kernels.experts.parts import Gate, Gating
 from pagemill_kernels.linear.native import NativeLinear
 
 
@@ -32,10 +32,12 @@ class NativeExperts:
         self._gated = gate.gated
         self._call = launch.native().pagemill_experts
 
-    def weights(self, router: NativeLinear, top_k: int, renormalized: bool) -> library.ExpertsWeights:
+    def weights(
+        self, router: NativeLinear, top_k: int, renormalized: bool, gating: library.Gating | None = None
+    ) -> library.ExpertsWeights:
         """Return the C structure for layer.cpp, with the router.
 
-        Its addresses are those of this object and of `router`.
+        Its addresses are those of this object, of `router` and of `gating`.
         """
         ups, up_biases, downs, down_biases = (ctypes.addressof(each) for each in self._addresses)
         return library.ExpertsWeights(
@@ -50,6 +52,8 @@ class NativeExperts:
             renormalized=renormalized,
             activation=self._activation,
             limit=self._limit,
+            gated=self._gated,
+            gating=None if gating is None else ctypes.addressof(gating),
         )
 
     @property
@@ -89,6 +93,44 @@ class NativeExperts:
             address(out),
             launch.num_threads(),
         )
+
+
+def gating_of(gating: Gating, bias: Array | None) -> library.Gating:
+    """Return the C structure, which has the address of `bias`, float32 [experts]."""
+    return library.Gating(
+        bias=optional_address(bias),
+        num_groups=gating.num_groups,
+        top_groups=gating.top_groups,
+        best_of_group=gating.best_of_group,
+        scale=gating.scale,
+        sigmoid=gating.scores == "sigmoid",
+    )
+
+
+def route_by_groups(
+    logits: Array, top_k: int, renormalized: bool, gating: Gating, bias: Array | None
+) -> tuple[Array, Array]:
+    """Compute `reference.route_by_groups`, with the same choice among equal scores."""
+    logits = np.ascontiguousarray(arrays.widened(logits))
+    num_tokens, num_experts = logits.shape
+    chosen, weights = np.empty((num_tokens, top_k), dtype=np.int64), np.empty((num_tokens, top_k), dtype=np.float32)
+    launch.native().pagemill_route_by_groups(
+        address(logits),
+        num_tokens,
+        num_experts,
+        top_k,
+        renormalized,
+        gating_of(gating, bias),
+        address(chosen),
+        address(weights),
+    )
+    return chosen, weights
+
+
+def add_gated(out: Array, x: Array, gates: Array) -> None:
+    """Add x * sigmoid(gates) to out in place. All float32; x, out: contiguous [tokens, hidden]; gates: [tokens, 1]."""
+    gates = np.ascontiguousarray(gates)
+    launch.native().pagemill_add_gated(address(x), *x.shape, address(gates), address(out), launch.num_threads())
 
 
 def route(logits: Array, top_k: int, renormalized: bool) -> tuple[Array, Array]:

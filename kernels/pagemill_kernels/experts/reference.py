@@ -46,6 +46,15 @@ def route_by_groups(
     return chosen, weights * gating.scale
 
 
+def add_gated(out: Tensor, x: Tensor, gates: Tensor) -> None:
+    """Add x * sigmoid(gates) to out in place. x, out: [tokens, hidden]; gates: [tokens, 1].
+
+    torch.sigmoid uses other instructions for the last elements of a batch, which would change their bits.
+    """
+    both = torch.cat([gates.float(), torch.zeros_like(gates, dtype=torch.float32)], -1)
+    out.add_((x * both.softmax(-1)[:, :1]).to(out.dtype))
+
+
 def activated_by(gate: Gate, inner: Tensor) -> Tensor:
     """Return what an expert's second matmul reads of what its first one gives, [rows, outputs]."""
     if not gate.gated:

@@ -22,6 +22,12 @@ def store(heads: Array, num_heads: int, cache: Array, slots: Array) -> None:
     _store(heads, num_heads, None, None, cache, slots)
 
 
+def rotate(x: Array, cos: Array, sin: Array) -> None:
+    """Rotate x in place. x: float32 [tokens, heads, head_dim], each token's heads contiguous. cos, sin: as above."""
+    turning = address(cos), address(sin)
+    launch.native().pagemill_rotate(address(x), *x.shape, launch.row_stride(x), *turning, launch.num_threads())
+
+
 def _store(heads: Array, num_heads: int, cos: int | None, sin: int | None, cache: Array, slots: Array) -> None:
     num_tokens, width, head_dim = heads.shape
     launch.native().pagemill_rope_and_store(

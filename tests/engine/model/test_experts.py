@@ -111,6 +111,11 @@ def mixtures_of(runner: Any) -> list[MoE]:
     return [block for block in blocks if isinstance(block, MoE)]
 
 
+def native_weights(runner: Any) -> list[Any]:
+    """Return what the native call reads of each layer."""
+    return [weights for _, layers in runner.model._runs for weights in layers._kept[1]]
+
+
 def next_experts(logits: torch.Tensor, top_k: int, renormalized: bool) -> tuple[torch.Tensor, torch.Tensor]:
     chosen, weights = route(logits, top_k, renormalized)
     return (chosen + 1) % logits.shape[1], weights
@@ -130,19 +135,40 @@ def renormalizing(logits: torch.Tensor, top_k: int, renormalized: bool) -> tuple
 def test_a_fault_in_the_routing_changes_the_answers(
     fault: Any, qwen2: Family, runner_loader: Loader, make_driver: Drivers
 ) -> None:
-    runner = runner_loader(qwen2.folder)
+    runner = runner_loader(qwen2.folder, by_torch=True)
     assert tokens_of(make_driver(runner).greedy(qwen2.prompts, NUM_TOKENS)) == qwen2.expected
     for mixture in mixtures_of(runner):
         mixture._ops = mixture._ops._replace(route=fault)
     assert tokens_of(make_driver(runner).greedy(qwen2.prompts, NUM_TOKENS)) != qwen2.expected
 
 
+@pytest.mark.parametrize("by_torch", [False, True])
 def test_without_its_shared_expert_the_answers_differ(
-    qwen2: Family, runner_loader: Loader, make_driver: Drivers
+    by_torch: bool, qwen2: Family, runner_loader: Loader, make_driver: Drivers
+) -> None:
+    runner = runner_loader(qwen2.folder, by_torch=by_torch)
+    if by_torch:
+        for mixture in mixtures_of(runner):
+            mixture.shared = None
+    else:
+        for weights in native_weights(runner):
+            weights.layer.shared = None
+    assert tokens_of(make_driver(runner).greedy(qwen2.prompts, NUM_TOKENS)) != qwen2.expected
+
+
+@pytest.mark.parametrize("fault", ["gate of the shared expert", "shares of the sum"])
+def test_a_fault_in_native_mixtures_changes_the_answers(
+    fault: str, qwen2: Family, runner_loader: Loader, make_driver: Drivers
 ) -> None:
     runner = runner_loader(qwen2.folder)
-    for mixture in mixtures_of(runner):
-        mixture.shared = None
+    assert tokens_of(make_driver(runner).greedy(qwen2.prompts, NUM_TOKENS)) == qwen2.expected
+    for weights in native_weights(runner):
+        if not weights.layer.shared:
+            continue
+        if fault == "gate of the shared expert":
+            weights._shared.gate = None
+        else:
+            weights._experts.renormalized = not weights._experts.renormalized
     assert tokens_of(make_driver(runner).greedy(qwen2.prompts, NUM_TOKENS)) != qwen2.expected
 
 

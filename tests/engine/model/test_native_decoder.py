@@ -50,6 +50,24 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "two rotations, norms before and behind": ("Gemma3Text", {"head_dim": 16, "sliding_window": 24}),
     "norms behind only, over all heads": ("Olmo2", {}),
     "experts": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "experts beside a shared one with a gate": (
+        "Qwen2Moe", {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 40,
+                     "shared_expert_intermediate_size": 56, "decoder_sparse_step": 1}
+    ),
+    "experts of groups, by biased sigmoids, beside shared ones": (
+        "Glm4Moe", {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_group": 4,
+                    "topk_group": 2, "first_k_dense_replace": 1, "head_dim": 16, "n_shared_experts": 2,
+                    "routed_scaling_factor": 1.7, "use_qk_norm": True}
+    ),
+    "experts by sigmoids, norms over all heads": (
+        "MiniMaxM2", {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, "rotary_dim": 8}
+    ),
+    "norms behind the rotation": ("HunYuanDenseV1", {"head_dim": 16}),
+    "queries that grow": (
+        "Ministral3", {"head_dim": 16, "sliding_window": None, "rope_parameters": {
+            "type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32, "beta_fast": 32.0,
+            "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.4}}
+    ),
     "experts, shares of all": (
         "Qwen3Moe", {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "norm_topk_prob": False}
     ),
@@ -141,13 +159,18 @@ def test_a_decode_step_makes_one_native_call_for_all_layers(
 
 
 def calls_of(layer: LayerSpec) -> int:
-    """Return the number of operations of one layer: its norms, four of attention and three of the MLP."""
+    """Return the number of operations of one layer: its norms, four or five of attention and three of the MLP.
+
+    A shared expert has three more, and its gate two.
+    """
     attention, mlp = layer.blocks()
     assert isinstance(attention, AttentionSpec)
     norms = {norm.name for norm in (*layer.norms(), attention.query_norm, attention.key_norm) if norm is not None}
     in_mlp = 3  # two matmuls and the activation between them; or router, choice and experts
     assert isinstance(mlp, MLPSpec | MoESpec)
-    return len(norms) + 4 + in_mlp
+    if isinstance(mlp, MoESpec) and mlp.shared is not None:
+        in_mlp += 3 if mlp.shared.gate is None else 5
+    return len(norms) + 4 + attention.norms_behind_rotation + in_mlp
 
 
 def calls_per_step(runner: Any, counting: Counting, make_driver: Drivers) -> float:

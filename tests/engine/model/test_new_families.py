@@ -8,11 +8,13 @@ from typing import Any
 
 import expert_models
 import family_models
+import numpy as np
 import pytest
 from family_models import VOCAB_SIZE, write_model
 from greedy_families import NUM_TOKENS, family_of, tokens_of
 from msgspec.structs import replace
 
+from pagemill_engine.decoders.native import decoder
 from pagemill_engine.decoders.on_torch import blocks, latent_attention
 from pagemill_models.spec.decoders import decoder_from_config
 from pagemill_models.spec.model_files import load_model_spec
@@ -106,9 +108,17 @@ def without_growth(spec: Any, positions: Any) -> Any:
     return positions.new_ones((len(positions), 1, 1)).float()
 
 
-@pytest.mark.parametrize("name", ["ministral3", pytest.param("mistral4", marks=pytest.mark.full)])
+def equal_factors(growth: Any, positions: Any) -> Any:
+    return np.ones(len(positions), dtype=np.float32)
+
+
+@pytest.mark.parametrize(
+    ("name", "by_torch"),
+    [("ministral3", False), ("ministral3", True), pytest.param("mistral4", True, marks=pytest.mark.full)],
+)
 def test_without_the_growth_of_queries_the_answers_differ(
     name: str,
+    by_torch: bool,
     tmp_path: Path,
     runner_loader: Callable[..., Any],
     make_driver: Callable[[Any], Any],
@@ -117,17 +127,25 @@ def test_without_the_growth_of_queries_the_answers_differ(
     family = family_of(write_model(*CASES[name], tmp_path), tmp_path, VOCAB_SIZE, LENGTHS[-1:])
     monkeypatch.setattr(blocks, "growth", without_growth)
     monkeypatch.setattr(latent_attention, "growth", without_growth)
-    assert tokens_of(make_driver(runner_loader(tmp_path)).greedy(family.prompts, NUM_TOKENS)) != family.expected
+    monkeypatch.setattr(decoder, "query_factors", equal_factors)
+    runner = runner_loader(tmp_path, by_torch=by_torch)
+    assert tokens_of(make_driver(runner).greedy(family.prompts, NUM_TOKENS)) != family.expected
 
 
+@pytest.mark.parametrize("by_torch", [False, True])
 def test_with_norms_before_the_rotation_the_answers_differ(
-    tmp_path: Path, runner_loader: Callable[..., Any], make_driver: Callable[[Any], Any]
+    by_torch: bool, tmp_path: Path, runner_loader: Callable[..., Any], make_driver: Callable[[Any], Any]
 ) -> None:
     family = family_of(write_model(*CASES["hunyuan_v1_dense"], tmp_path), tmp_path, VOCAB_SIZE, LENGTHS[-1:])
-    runner = runner_loader(tmp_path, by_torch=True)
-    for layer in runner.model.model.layers:
-        attention, _ = layer.blocks()
-        attention.spec = replace(attention.spec, norms_behind_rotation=False)
+    runner = runner_loader(tmp_path, by_torch=by_torch)
+    if by_torch:
+        for layer in runner.model.model.layers:
+            attention, _ = layer.blocks()
+            attention.spec = replace(attention.spec, norms_behind_rotation=False)
+    else:
+        for _, layers in runner.model._runs:
+            for weights in layers._kept[1]:
+                weights.layer.norms_behind = 0
     assert tokens_of(make_driver(runner).greedy(family.prompts, NUM_TOKENS)) != family.expected
 
 

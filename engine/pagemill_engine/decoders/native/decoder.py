@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from pagemill_engine.decoders.fitting import check_tensors
-from pagemill_engine.decoders.native.layers import layer_bytes, layer_parts
+from pagemill_engine.decoders.native.layers import layer_bytes, layer_parts, query_growths
 from pagemill_engine.decoders.native.parts import Ids, Parts, Rows, norm_bytes, normalized
-from pagemill_engine.decoders.rope import Rotations
+from pagemill_engine.decoders.rope import Rotations, query_factors
 from pagemill_engine.decoders.step_model import LayerCache, StepTokens
 from pagemill_engine.decoders.tensors import TensorSource, read_tensor
 from pagemill_kernels.activation import native as activation
@@ -54,6 +54,7 @@ class NativeDecoder:
         self._rotations = rotations
         self._plan_attention = ops.plan_attention
         self._windows = declared.windows()
+        self._growth = next(iter(query_growths(declared)), None)
         self._group = group
         self._reduce = reduce if reduce is not None or group is None else CalledReduce(group)
         uses = linears(declared)
@@ -109,11 +110,12 @@ class NativeDecoder:
         plans = {window: self._plan_attention(step.caches[window].attention, window) for window in self._windows}
         slots = {window: step.caches[window].slots for window in self._windows}
         rotations = self._rotations.at(step.positions)
+        factors = None if self._growth is None else query_factors(self._growth, step.positions)
         self.kept = []
         for (first, layers), caches in zip(self._runs, self._caches, strict=True):
             if first:
                 self.kept.append(hidden.copy())
-            layers(hidden, plans, rotations, caches, slots, adapters, self._reduce)
+            layers(hidden, plans, rotations, caches, slots, adapters, self._reduce, query_factors=factors)
         return normalized(hidden, self.norm)
 
     def _first_hidden(self, step: StepTokens, adapters: NativeAdapterRows | None) -> Array:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from pagemill_engine.decoders.native.parts import Parts, norm_bytes
 from pagemill_engine.decoders.row_order import norm_order, qkv_order
 from pagemill_engine.decoders.tensors import read_tensor
-from pagemill_kernels.decoder_layer.parts import LayerParts, MLPParts, MoEParts, NormParts
+from pagemill_kernels.decoder_layer.parts import LayerParts, MLPParts, MoEParts, NormParts, SharedExpertParts
 from pagemill_kernels.experts.native import NativeExperts
-from pagemill_kernels.experts.parts import Gate
+from pagemill_kernels.experts.parts import Gate, Gating
+from pagemill_kernels.linear.native import NativeLinear
 from pagemill_models.declaration.declaration import (
     AttentionSpec,
     BranchSpec,
@@ -19,12 +22,20 @@ from pagemill_models.declaration.declaration import (
     MoESpec,
     NormSpec,
     RopeSpec,
+    SharedExpertSpec,
 )
+from pagemill_models.declaration.matrices import QueryGrowth
 
 
 def can_fuse(decoder: DecoderSpec) -> bool:
     """Whether `LayerParts` can describe all layers."""
-    return all(map(_has_parts, decoder.layers))
+    return all(map(_has_parts, decoder.layers)) and len(query_growths(decoder)) <= 1
+
+
+def query_growths(decoder: DecoderSpec) -> set[QueryGrowth]:
+    """Return the different growths of the layers' queries."""
+    found = (each.query_growth for each in decoder.attentions())
+    return {each for each in found if each is not None}
 
 
 def layer_parts(layer: LayerSpec, rotations: list[tuple[RopeSpec, int]], first_linear: int, parts: Parts) -> LayerParts:
@@ -54,6 +65,8 @@ def layer_parts(layer: LayerSpec, rotations: list[tuple[RopeSpec, int]], first_l
         num_kv_heads=attention.num_kv_heads,
         head_dim=attention.head_dim,
         scale=attention.scale,
+        norms_behind_rotation=attention.norms_behind_rotation,
+        query_growth=attention.query_growth is not None,
         clip=attention.clip,
         window=attention.window,
         rotation=None if rope is None else rotations.index((rope, attention.rotary_table_dim)),
@@ -70,11 +83,20 @@ def layer_parts(layer: LayerSpec, rotations: list[tuple[RopeSpec, int]], first_l
 def layer_bytes(layer: LayerParts) -> int:
     """Return the bytes of a layer's weights."""
     mlp = layer.mlp
-    matrices = (layer.qkv, layer.output, *((mlp.up, mlp.down) if isinstance(mlp, MLPParts) else mlp[:2]))
+    matrices = (layer.qkv, layer.output, *(mlp[:2] if isinstance(mlp, MLPParts) else _matrices_of_experts(mlp)))
     norms = (layer.attention_norm, layer.mlp_norm, layer.attention_output_norm, layer.mlp_output_norm)
     held: int = sum(each.num_bytes for each in matrices)
     held += sum(map(norm_bytes, (*norms, layer.query_norm, layer.key_norm)))
-    return held + (0 if layer.sinks is None else layer.sinks.nbytes)
+    vectors = (layer.sinks, None if isinstance(mlp, MLPParts) else mlp.choice_bias)
+    return held + sum(each.nbytes for each in vectors if each is not None)
+
+
+def _matrices_of_experts(mlp: MoEParts) -> Iterator[NativeLinear | NativeExperts]:
+    yield from (mlp.router, mlp.experts)
+    if mlp.shared is not None:
+        yield from mlp.shared.mlp[:2]
+        if mlp.shared.gate is not None:
+            yield mlp.shared.gate
 
 
 def _head_norm(attention: AttentionSpec, norm: NormSpec | None, parts: Parts) -> NormParts | None:
@@ -89,8 +111,21 @@ def _moe_parts(spec: MoESpec, parts: Parts) -> MoEParts:
     router = parts.linear(spec.router)
     packed = [(parts.linear(expert.up), parts.linear(expert.down)) for expert in spec.experts]
     ups, downs = zip(*packed, strict=True)
-    gate = Gate(spec.experts[0].activation, spec.experts[0].limit)
-    return MoEParts(router, NativeExperts(ups, downs, gate), spec.top_k, spec.renormalized)
+    first = spec.experts[0]
+    gate = Gate(first.activation, first.limit, first.gated)
+    experts = NativeExperts(ups, downs, gate)
+    shared = None if spec.shared is None else _shared_parts(spec.shared, parts)
+    if spec.gating is None:
+        return MoEParts(router, experts, spec.top_k, spec.renormalized, shared=shared)
+    gating, bias = spec.gating, None
+    if gating.bias is not None:
+        bias = read_tensor(parts.source, gating.bias, (len(spec.experts),), "float32")
+    kind = Gating(gating.scores, gating.num_groups, gating.top_groups, gating.best_of_group, gating.scale)
+    return MoEParts(router, experts, spec.top_k, spec.renormalized, kind, bias, shared)
+
+
+def _shared_parts(spec: SharedExpertSpec, parts: Parts) -> SharedExpertParts:
+    return SharedExpertParts(_mlp_parts(spec.mlp, parts), None if spec.gate is None else parts.linear(spec.gate))
 
 
 def _has_parts(layer: LayerSpec) -> bool:
@@ -114,8 +149,6 @@ def _is_plain_attention(block: object) -> bool:
     """Whether it is attention over cached keys and values, with optional norms, sinks, caps and slopes."""
     if not isinstance(block, AttentionSpec):
         return False
-    if block.norms_behind_rotation or block.query_growth is not None:
-        return False
     if block.key_parts != 2 or block.value_norm is not None or block.gated or block.head_gates is not None:
         return False
     return block.causal
@@ -124,8 +157,4 @@ def _is_plain_attention(block: object) -> bool:
 def _is_plain_mlp(block: object) -> bool:
     if isinstance(block, MLPSpec):
         return block.layer_input is None
-    return (
-        isinstance(block, MoESpec)
-        and block.experts[0].gated
-        and {block.shared, block.gating, block.norm, block.router_norm} == {None}
-    )
+    return isinstance(block, MoESpec) and (block.norm, block.router_norm, block.expert_scales) == (None,) * 3

@@ -175,7 +175,8 @@ class LayerInputMLP(MLP):
 
 def growth(spec: QueryGrowth, positions: Tensor) -> Tensor:
     """Return the factors on queries, float32 [tokens, 1, 1]."""
-    return (1 + spec.beta * torch.log(1 + torch.floor(positions / spec.length)))[:, None, None]
+    steps = torch.floor(positions.double() / spec.length)
+    return (1 + spec.beta * torch.log(1 + steps)).float()[:, None, None]
 
 
 def _activation(spec: MLPSpec, ops: Ops) -> Callable[[Tensor], Tensor]:

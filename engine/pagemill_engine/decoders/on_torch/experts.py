@@ -53,6 +53,7 @@ class _SharedExpert:
     def __init__(self, spec: SharedExpertSpec, ops: Ops, dtype: torch.dtype, number: int) -> None:
         self.mlp = MLP(spec.mlp, ops, dtype, number)
         self.gate = None if spec.gate is None else Linear(spec.gate, ops, dtype, number + 2)
+        self._add_gated = ops.add_gated
 
     def layers(self) -> Iterator[Layer]:
         yield from self.mlp.layers()
@@ -64,15 +65,7 @@ class _SharedExpert:
         if self.gate is None:
             self.mlp.output.add_to(out, inner, context)
         else:
-            out.add_((self.mlp.output(inner, context) * _sigmoid(self.gate(x, context))).to(out.dtype))
-
-
-def _sigmoid(x: Tensor) -> Tensor:
-    """Compute the sigmoid of x, [tokens, 1].
-
-    torch.sigmoid uses other instructions for the last elements of a batch, which would change their bits.
-    """
-    return torch.cat([x.float(), torch.zeros_like(x, dtype=torch.float32)], -1).softmax(-1)[:, :1]
+            self._add_gated(out, self.mlp.output(inner, context), self.gate(x, context))
 
 
 class MoE:

@@ -5,7 +5,7 @@
 
 namespace pagemill {
 
-constexpr int32_t kAbiVersion = 30;
+constexpr int32_t kAbiVersion = 31;
 
 // The first four formats, kFloats8 (e4m3) and kFloats4 (values of a table) are multiplied in float32. kDots4 and kDots8
 // round activations to 16-bit integers (dots.cpp), kPairs rounds them to bfloat16 (bfloat16.cpp). From
@@ -155,6 +155,16 @@ struct NormWeights {
   int32_t heads;       // rows of weights, one for each head; 0: all heads have the same
 };
 
+// A choice of experts by groups; experts.cpp.
+struct Gating {
+  const float* bias;  // [experts]: added to the scores for the choice, not for the weights; null: none
+  int64_t num_groups;
+  int64_t top_groups;  // experts of the other groups are not chosen
+  int64_t best_of_group;  // a group's score is the sum of as many of its best experts'
+  float scale;            // of the weights
+  int32_t sigmoid;        // scores are the logits' sigmoids, in place of their softmax
+};
+
 // A mixture of experts; experts.cpp. Arrays contain one address per expert; biases may be null.
 struct ExpertsWeights {
   const PackedWeight* router;
@@ -166,8 +176,25 @@ struct ExpertsWeights {
   int64_t num_experts;
   int64_t top_k;
   int32_t renormalized;
-  int32_t activation;  // Activation; these experts are gated
+  int32_t activation;  // Activation
   float limit;         // 0: none
+  int32_t gated;
+  int32_t padding;
+  const Gating* gating;  // null: by the softmax of the logits
+};
+
+// An MLP that computes all tokens beside a mixture of experts; biases may be null.
+struct SharedExpert {
+  const PackedWeight* up;
+  const PackedWeight* down;
+  const PackedWeight* gate;  // [1][hidden]: its output is multiplied by the sigmoid of this product; null: none
+  const float* up_bias;
+  const float* down_bias;
+  const float* gate_bias;
+  int32_t activation;  // Activation
+  int32_t gated;
+  float limit;  // 0: none
+  int32_t padding;
 };
 
 // The rows of a step for recurrent layers; recurrent/batch.py.
@@ -250,6 +277,7 @@ struct LayerWeights {
   const float* sinks;  // [num_heads]
   const float* alibi_slopes;  // [num_heads]
   const ExpertsWeights* experts;  // replaces `up` and `down`
+  const SharedExpert* shared;     // beside `experts`
   NormWeights attention_norm;
   NormWeights query_norm;
   NormWeights key_norm;
@@ -267,6 +295,8 @@ struct LayerWeights {
   int32_t activation;    // Activation
   int32_t gated;
   int32_t parallel;  // the MLP reads the same hidden states as the attention
+  int32_t norms_behind;  // queries and keys are normalised behind the rotation
+  int32_t grows;         // queries are multiplied by the step's factors behind the rotation
 };
 
 }  // namespace pagemill

@@ -3,6 +3,7 @@
 // else is in the batch.
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -35,34 +36,90 @@ struct Sorted {
   }
 };
 
+typedef std::pair<float, int64_t> Choice;
+
+bool precedes(const Choice& a, const Choice& b) {
+  return a.first > b.first || (std::isnan(a.first) && !std::isnan(b.first));
+}
+
+// Brings the `count` largest of `order` to its front, the largest first. Among equal values the choice is that of
+// torch's topk, which selects and sorts by the same two algorithms; NaN counts as the largest there, too.
+void choose(std::vector<Choice>& order, int64_t count) {
+  const auto last = order.begin() + count - 1;
+  if (count * 64 <= static_cast<int64_t>(order.size())) {
+    std::partial_sort(order.begin(), last + 1, order.end(), precedes);
+  } else {
+    std::nth_element(order.begin(), last, order.end(), precedes);
+    std::sort(order.begin(), last, precedes);
+  }
+}
+
+// Returns the scores of one token's experts.
+void score(const float* logits, int64_t num_experts, bool sigmoid, float* scores) {
+  if (sigmoid) {
+    for (int64_t e = 0; e < num_experts; ++e) scores[e] = 1.0f / (1.0f + std::exp(-logits[e]));
+    return;
+  }
+  const float most = *std::max_element(logits, logits + num_experts);
+  float total = 0.0f;
+  for (int64_t e = 0; e < num_experts; ++e) total += scores[e] = std::exp(logits[e] - most);
+  for (int64_t e = 0; e < num_experts; ++e) scores[e] /= total;
+}
+
+// Takes the experts of all but the best groups out of the choice.
+void keep_best_groups(const Gating& gating, std::vector<Choice>& order) {
+  const int64_t size = order.size() / gating.num_groups;
+  std::vector<Choice> groups(gating.num_groups), own(size);
+  for (int64_t g = 0; g < gating.num_groups; ++g) {
+    std::copy_n(order.begin() + g * size, size, own.begin());
+    choose(own, gating.best_of_group);
+    float sum = 0.0f;
+    for (int64_t i = 0; i < gating.best_of_group; ++i) sum += own[i].first;
+    groups[g] = {sum, g};
+  }
+  choose(groups, gating.top_groups);
+  for (int64_t i = gating.top_groups; i < gating.num_groups; ++i)
+    for (int64_t e = groups[i].second * size; e < (groups[i].second + 1) * size; ++e)
+      order[e].first = -std::numeric_limits<float>::infinity();
+}
+
 }  // namespace
 
 // Returns the top_k experts with the largest logits of each token, the largest first, and their weights: the softmax
-// over the chosen logits (renormalized) or their shares of the softmax over all. Among equal logits the choice is that
-// of torch's topk, which selects and sorts by the same two algorithms; NaN counts as the largest there, too. logits:
-// [tokens][num_experts]; chosen, weights: [tokens][top_k].
+// over the chosen logits (renormalized) or their shares of the softmax over all. logits: [tokens][num_experts]; chosen,
+// weights: [tokens][top_k].
 extern "C" void pagemill_route(const float* logits, int64_t tokens, int64_t num_experts, int64_t top_k,
                                int32_t renormalized, int64_t* chosen, float* weights) {
-  typedef std::pair<float, int64_t> Choice;
-  const auto precedes = [](const Choice& a, const Choice& b) {
-    return a.first > b.first || (std::isnan(a.first) && !std::isnan(b.first));
-  };
   std::vector<Choice> order(num_experts);
   for (int64_t t = 0; t < tokens; ++t, logits += num_experts, chosen += top_k, weights += top_k) {
     for (int64_t e = 0; e < num_experts; ++e) order[e] = {logits[e], e};
-    const auto last = order.begin() + top_k - 1;
-    if (top_k * 64 <= num_experts) {
-      std::partial_sort(order.begin(), last + 1, order.end(), precedes);
-    } else {
-      std::nth_element(order.begin(), last, order.end(), precedes);
-      std::sort(order.begin(), last, precedes);
-    }
+    choose(order, top_k);
     const float most = order[0].first;
     float total = 0.0f;
     for (int64_t e = 0; e < (renormalized ? top_k : num_experts); ++e) total += std::exp(order[e].first - most);
     for (int64_t k = 0; k < top_k; ++k) {
       chosen[k] = order[k].second;
       weights[k] = std::exp(order[k].first - most) / total;
+    }
+  }
+}
+
+// Returns experts and weights like pagemill_route, chosen by groups (arXiv 2405.04434, 2412.19437): weights are scale *
+// score, or with `renormalized` shares of the chosen scores' sum.
+extern "C" void pagemill_route_by_groups(const float* logits, int64_t tokens, int64_t num_experts, int64_t top_k,
+                                         int32_t renormalized, const Gating* gating, int64_t* chosen, float* weights) {
+  std::vector<float> scores(num_experts);
+  std::vector<Choice> order(num_experts);
+  for (int64_t t = 0; t < tokens; ++t, logits += num_experts, chosen += top_k, weights += top_k) {
+    score(logits, num_experts, gating->sigmoid, scores.data());
+    for (int64_t e = 0; e < num_experts; ++e) order[e] = {scores[e] + (gating->bias ? gating->bias[e] : 0.0f), e};
+    if (gating->top_groups < gating->num_groups) keep_best_groups(*gating, order);
+    choose(order, top_k);
+    float total = 0.0f;
+    for (int64_t k = 0; k < top_k; ++k) total += scores[order[k].second];
+    for (int64_t k = 0; k < top_k; ++k) {
+      chosen[k] = order[k].second;
+      weights[k] = scores[chosen[k]] / (renormalized ? total + 1e-20f : 1.0f) * gating->scale;
     }
   }
 }

@@ -52,6 +52,20 @@ void center(const float* x, const float* weight, const float* bias, int64_t size
   for (; i < size; ++i) out[i] = (x[i] - mean) * scale * weight[i] + (bias ? bias[i] : 0.0f);
 }
 
+// Rotates `count` adjacent heads in place by halves (arXiv 2104.09864, as in Hugging Face's Llama).
+void rotate(float* heads, int64_t count, int64_t head_dim, const float* cos, const float* sin) {
+  const int64_t half = head_dim / 2;
+  for (int64_t h = 0; h < count; ++h) {
+    float* left = heads + h * head_dim;
+    float* right = left + half;
+    for (int64_t d = 0; d < half; ++d) {
+      const float c = cos[d], s = sin[d], a = left[d], b = right[d];
+      left[d] = a * c - b * s;
+      right[d] = b * c + a * s;
+    }
+  }
+}
+
 }  // namespace
 
 extern "C" {
@@ -79,8 +93,26 @@ void pagemill_layer_norm(const float* x, int64_t groups, int64_t group_stride, i
   });
 }
 
-// Rotates queries and keys in place by halves (arXiv 2104.09864, as in Hugging Face's Llama) and writes keys and values
-// to the slot of each token; slot < 0: none. heads: [tokens][num_heads + 2 * num_kv_heads][head_dim]. cos, sin:
+// Rotates the first num_heads of each token's heads in place. heads: [tokens], a stride apart. cos, sin:
+// [tokens][head_dim / 2].
+void pagemill_rotate(float* heads, int64_t tokens, int64_t num_heads, int64_t head_dim, int64_t stride,
+                     const float* cos, const float* sin, int32_t num_threads) {
+  const int64_t half = head_dim / 2;
+  for_each(threads_for(tokens * num_heads * head_dim, num_threads), tokens, [&](int64_t t) {
+    rotate(heads + t * stride, num_heads, head_dim, cos + t * half, sin + t * half);
+  });
+}
+
+// Adds x[r] * sigmoid(gates[r]) to out[r]. x, out: [rows][size].
+void pagemill_add_gated(const float* x, int64_t rows, int64_t size, const float* gates, float* out,
+                        int32_t num_threads) {
+  for_each(threads_for(rows * size, num_threads), rows, [&](int64_t r) {
+    const float gate = 1.0f / (1.0f + std::exp(-gates[r]));
+    for (int64_t i = r * size; i < (r + 1) * size; ++i) out[i] += x[i] * gate;
+  });
+}
+
+// Rotates queries and keys in place and writes keys and values to the slot of each token; slot < 0: none. heads: [tokens][num_heads + 2 * num_kv_heads][head_dim]. cos, sin:
 // [tokens][head_dim / 2]; null: no rotation. cache: kv_store.h, blocks block_stride bytes apart.
 void pagemill_rope_and_store(float* heads, int64_t tokens, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
                              const float* cos, const float* sin, uint8_t* cache, int32_t cache_type,
@@ -89,15 +121,7 @@ void pagemill_rope_and_store(float* heads, int64_t tokens, int64_t num_heads, in
   const int64_t half = head_dim / 2, width = num_heads + 2 * num_kv_heads;
   for_each(threads_for(tokens * width * head_dim, num_threads), tokens, [&](int64_t t) {
     float* row = heads + t * width * head_dim;
-    for (int64_t h = 0; cos && h < num_heads + num_kv_heads; ++h) {
-      float* left = row + h * head_dim;
-      float* right = left + half;
-      for (int64_t d = 0; d < half; ++d) {
-        const float c = cos[t * half + d], s = sin[t * half + d], a = left[d], b = right[d];
-        left[d] = a * c - b * s;
-        right[d] = b * c + a * s;
-      }
-    }
+    if (cos) rotate(row, num_heads + num_kv_heads, head_dim, cos + t * half, sin + t * half);
     if (slots[t] < 0) return;
     const int64_t block = slots[t] / block_size, offset = slots[t] % block_size;
     for (int64_t h = 0; h < 2 * num_kv_heads; ++h)

@@ -23,7 +23,8 @@ void normalize(const NormWeights& norm, const float* x, int64_t groups, int64_t 
     pagemill_rms_norm(x, groups, stride, count, norm.size, norm.weight, norm.eps, out, out_stride, 0, threads);
 }
 
-// Numbers of a layer's linear layers, from its first one on. With experts: the router, then two of each expert.
+// Numbers of a layer's linear layers, from its first one on. With experts: the router, then two of each expert and of the
+// shared one, and that one's gate.
 enum Linear : int64_t { kQkv = 0, kOutput = 1, kUp = 2, kDown = 3, kRouter = 2, kExperts = 3 };
 
 struct Layer {
@@ -32,6 +33,7 @@ struct Layer {
   const StepHooks* hooks;
   const int32_t index;
   const int64_t block_stride;
+  const float* query_factors;
   const int64_t size = w.output->out_features;
   const int64_t read = w.qkv->in_features;  // of each token by attention: other than `size` where it is given
   const int32_t threads = plan.num_threads;
@@ -44,7 +46,7 @@ struct Layer {
   }
 
   // Adds what adapters make of x, rows first_row.. of the step, to the product in `out`.
-  void adapt(Linear linear, const float* x, int64_t in, int64_t rows, int64_t first_row, float* out,
+  void adapt(int64_t linear, const float* x, int64_t in, int64_t rows, int64_t first_row, float* out,
              int64_t out_stride) const {
     const AdaptedRows of{nullptr, 1, first_row};
     if (const StepAdapters* found = adapters())
@@ -106,7 +108,7 @@ struct Layer {
   }
 
   // Adds the product of some rows, first_row.. of the step, to hidden; with `joined` to `result`, for a later sum.
-  void product(Linear linear, const PackedWeight* weight, const float* bias, const NormWeights& norm, const float* x,
+  void product(int64_t linear, const PackedWeight* weight, const float* bias, const NormWeights& norm, const float* x,
                int64_t tokens, int64_t first_row, RankSum sum, bool joined, float* result, float* hidden) const {
     float* out = adds(norm) ? hidden : result;
     const bool accumulates = out == hidden || (joined && sum == kMlp);
@@ -123,11 +125,17 @@ struct Layer {
     float* attended = heads + tokens * width;
     pagemill_linear(w.qkv, x, tokens, read, w.qkv_bias, heads, width, 0, threads);
     adapt(kQkv, x, read, tokens, 0, heads, width);
+    if (w.norms_behind && cos) {
+      pagemill_rotate(heads, tokens, w.num_heads + w.num_kv_heads, w.head_dim, width, cos, sin, threads);
+      cos = sin = nullptr;
+    }
     normalize_heads(w.query_norm, heads, tokens, width, queries, kQueryNorm);
     normalize_heads(w.key_norm, heads + queries, tokens, width, keys, kKeyNorm);
     if (w.clip > 0) clip(heads, tokens, width, queries + 2 * keys);
     pagemill_rope_and_store(heads, tokens, w.num_heads, w.num_kv_heads, w.head_dim, cos, sin, cache, cache_type, slots,
                             plan.block_size, block_stride, threads);
+    for (int64_t t = 0; w.grows && t < tokens; ++t)
+      for (int64_t i = 0; i < queries; ++i) heads[t * width + i] *= query_factors[t];
     AttentionArgs attention = plan;
     attention.query = heads;
     attention.query_stride = width;
@@ -156,21 +164,52 @@ struct Layer {
     product(kDown, w.down, w.down_bias, w.mlp_output_norm, activated, tokens, first_row, kMlp, joins(), result, hidden);
   }
 
-  void experts(const float* x, int64_t tokens, float* result, float* hidden) const {
+  void experts(const float* x, int64_t tokens, float* scratch, float* result, float* hidden) const {
     const ExpertsWeights& e = *w.experts;
     std::vector<float> logits(tokens * e.num_experts), weights(tokens * e.top_k);
     std::vector<int64_t> chosen(tokens * e.top_k);
     pagemill_linear(e.router, x, tokens, size, e.router_bias, logits.data(), e.num_experts, 0, threads);
     adapt(kRouter, x, size, tokens, 0, logits.data(), e.num_experts);
-    pagemill_route(logits.data(), tokens, e.num_experts, e.top_k, e.renormalized, chosen.data(), weights.data());
+    if (e.gating)
+      pagemill_route_by_groups(logits.data(), tokens, e.num_experts, e.top_k, e.renormalized, e.gating, chosen.data(),
+                               weights.data());
+    else
+      pagemill_route(logits.data(), tokens, e.num_experts, e.top_k, e.renormalized, chosen.data(), weights.data());
     float* out = adds(w.mlp_output_norm) ? hidden : result;
     if (out != hidden && !joins()) std::fill_n(out, tokens * size, 0.0f);
     pagemill_experts(e.ups, e.up_biases, e.downs, e.down_biases, e.num_experts, x, tokens, size, chosen.data(),
-                     weights.data(), e.top_k, e.activation, 1, e.limit, adapters(), first_linear() + kExperts, out,
+                     weights.data(), e.top_k, e.activation, e.gated, e.limit, adapters(), first_linear() + kExperts, out,
                      threads);
+    if (w.shared) shared_expert(x, tokens, kExperts + 2 * e.num_experts, scratch, out);
     if (joins()) return;
     if (reduces()) reduce(result, tokens * size, kMlp);
     if (out != hidden) add(w.mlp_output_norm, result, tokens, hidden);
+  }
+
+  // Adds the outputs of the expert that computes all tokens to `out`. number: of its first linear layer.
+  void shared_expert(const float* x, int64_t tokens, int64_t number, float* scratch, float* out) const {
+    const SharedExpert& e = *w.shared;
+    const int64_t inner = e.down->in_features, width = e.up->out_features;
+    const int64_t blocks = (tokens + kMlpRows - 1) / kMlpRows, most = std::min(tokens, kMlpRows);
+    float* activated = scratch + most * width;
+    float* result = activated + most * inner;
+    float gates[kMlpRows];
+    for (int64_t block = 0, start = 0; block < blocks; ++block) {
+      const int64_t end = tokens * (block + 1) / blocks, rows = end - start;
+      const float* in = x + start * size;
+      float* own = e.gate ? result : out + start * size;
+      pagemill_linear(e.up, in, rows, size, e.up_bias, scratch, width, 0, threads);
+      adapt(number, in, size, rows, start, scratch, width);
+      pagemill_activate(scratch, rows, inner, e.activation, e.gated, e.limit, activated, threads);
+      pagemill_linear(e.down, activated, rows, inner, e.down_bias, own, size, !e.gate, threads);
+      adapt(number + 1, activated, inner, rows, start, own, size);
+      if (e.gate) {
+        pagemill_linear(e.gate, in, rows, size, e.gate_bias, gates, 1, 0, threads);
+        adapt(number + 2, in, size, rows, start, gates, 1);
+        pagemill_add_gated(result, rows, size, gates, out + start * size, threads);
+      }
+      start = end;
+    }
   }
 
   // Returns the input of a block: normalised into `out`, or hidden itself.
@@ -192,7 +231,7 @@ struct Layer {
     if (w.parallel) shared = w.mlp_norm.weight ? input(w.mlp_norm, hidden, tokens, own) : attention_input;
     attend(attention_input, tokens, cos, sin, cache, cache_type, slots, inner, result, hidden);
     if (w.experts)
-      experts(shared ? shared : input(w.mlp_norm, hidden, tokens, normed), tokens, result, hidden);
+      experts(shared ? shared : input(w.mlp_norm, hidden, tokens, normed), tokens, inner, result, hidden);
     else
       mlp_by_rows(shared, tokens, normed, inner, result, hidden);
     if (!joins()) return;
@@ -218,17 +257,17 @@ struct Layer {
 
 // plans: shared by layers with the same window. cosines, sines: of each layer; null: no rotation. caches, block_strides:
 // of each layer, with its slots as in pagemill_rope_and_store. first_input: what the attention of the first layer reads, normalised,
-// as many values as its qkv takes for each token; null: hidden. hooks: adapters, and sums over ranks; null: neither. scratch: for
+// as many values as its qkv takes for each token; null: hidden. query_factors: [tokens], of layers whose queries grow. hooks: adapters, and sums over ranks; null: neither. scratch: for
 // each token three times `hidden` floats, then the most that a layer needs of (qkv outputs + output inputs) for each
-// token and (up outputs + down inputs) for each of up to kMlpRows.
+// token and (up outputs + down inputs) for each of up to kMlpRows, for a shared expert with a gate `hidden` more.
 extern "C" void pagemill_decoder_layers(int64_t num_layers, const LayerWeights* const* layers,
                                         const AttentionArgs* const* plans, uint8_t* const* caches,
                                         const int64_t* block_strides, const float* first_input, float* hidden,
-                                        int64_t tokens, const float* const* cosines, const float* const* sines,
-                                        int32_t cache_type, const int64_t* const* slots, const StepHooks* hooks,
-                                        float* scratch) {
+                                        int64_t tokens, const float* query_factors, const float* const* cosines,
+                                        const float* const* sines, int32_t cache_type,
+                                        const int64_t* const* slots, const StepHooks* hooks, float* scratch) {
   for (int64_t i = 0; i < num_layers; ++i) {
-    const Layer layer{*layers[i], *plans[i], hooks, static_cast<int32_t>(i), block_strides[i]};
+    const Layer layer{*layers[i], *plans[i], hooks, static_cast<int32_t>(i), block_strides[i], query_factors};
     layer.run(i ? nullptr : first_input, hidden, tokens, cosines[i], sines[i], caches[i], cache_type, slots[i], scratch);
   }
 }

@@ -1,0 +1,45 @@
+"""The page of models says of each family what computes it on CPUs, and what it was compared with."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from declared_families import KINDS, NAMES, architecture_of, declared
+
+from pagemill_engine.decoders.native.layers import can_fuse
+from pagemill_models.declaration.known import BUILT_IN
+
+NAMES_OF = {
+    module: [each for each in NAMES if architecture_of(each) in names.architectures]
+    for module, names in BUILT_IN.items()
+}
+
+
+@pytest.fixture(scope="module")
+def generate(root: Path) -> Any:
+    spec = importlib.util.spec_from_file_location("docs_generate_models", root / "docs" / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_all_families_are_declared_by_tests() -> None:
+    assert [module for module, names in NAMES_OF.items() if not names] == []
+
+
+@pytest.mark.parametrize("module", BUILT_IN)
+def test_the_page_names_the_families_that_need_torch_on_cpus(generate: Any, module: str) -> None:
+    fused = {can_fuse(declared(name)) for name in NAMES_OF[module]}
+    assert (module in generate.TORCH_ON_CPUS) == (fused != {True})
+
+
+@pytest.mark.parametrize("module", BUILT_IN)
+def test_the_page_names_the_families_that_are_compared_with_formulas(generate: Any, module: str) -> None:
+    assert (module in generate.WITHOUT_TRANSFORMERS) == any(name in KINDS for name in NAMES_OF[module])
