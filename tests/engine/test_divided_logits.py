@@ -15,7 +15,7 @@ from pagemill_engine.scheduler.step import AdmittedSequence
 from pagemill_kernels.arrays import Array
 from pagemill_kernels.cpu import library
 from pagemill_kernels.sampling import reference
-from pagemill_kernels.sampling.batch import SampledTokens, SamplingBatch, TokenMasks
+from pagemill_kernels.sampling.batch import Logprobs, SampledTokens, SamplingBatch, TokenMasks
 from pagemill_models.sharding.slices import dealt
 from pagemill_protocol.request.sampling import SamplingParams
 
@@ -106,7 +106,8 @@ def assert_same(found: SampledTokens, expected: SampledTokens) -> None:
     assert found.token_ids[expected.finite].tolist() == expected.token_ids[expected.finite].tolist()
     assert (found.logprobs is None) == (expected.logprobs is None)
     if found.logprobs is not None and expected.logprobs is not None:
-        for one, other in zip(found.logprobs, expected.logprobs, strict=True):
+        for name in Logprobs._fields:
+            one, other = getattr(found.logprobs, name), getattr(expected.logprobs, name)
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
@@ -139,7 +140,7 @@ def test_rows_that_candidates_decide_are_not_gathered(kind: str) -> None:
 def test_rows_that_they_do_not_decide_are_gathered_alone(kind: str) -> None:
     vocab_size = 5000
     ranks, cases = Divided(2, vocab_size), [{"temperature": 0.0}, WHOLE[kind], {"temperature": 0.0}]
-    logits = logits_of(3, vocab_size, 6) / 3
+    logits = (logits_of(3, vocab_size, 6) / 3).astype(np.float32)
     expected = reference.sample_tokens(logits.copy(), batch_of(cases, vocab_size, 2))
     assert_same(ranks.sample(logits, batch_of(cases, vocab_size, 2)), expected)
     row = logits[0, vocab_size // 2 :].nbytes

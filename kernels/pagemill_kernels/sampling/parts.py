@@ -84,7 +84,7 @@ def decide(parts: Sequence[PartOfRows], num_tokens: Sequence[int], draws: Draws)
     vocab_size = sum(num_tokens)
     sums = np.stack([each.sums for each in parts])
     found, rows = sums.argmax(0), np.arange(sums.shape[1])
-    token_ids = np.stack([each.token_ids for each in parts])[found, rows]
+    token_ids: NDArray[np.int64] = np.stack([each.token_ids for each in parts])[found, rows]
     settings = draws.settings
     starts = [np.concatenate(([0], each.counts.cumsum())) for each in parts]
     for row in np.flatnonzero((settings["top_k"] < vocab_size) | (settings["top_p"] < WHOLE_SHARE)).tolist():

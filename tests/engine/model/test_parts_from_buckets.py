@@ -35,7 +35,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Return models by their sources: one in two files, whose heads do not divide evenly, and one in a GGUF file, whose
     ranks have a part of a quantized block."""
     torch.manual_seed(1)
-    sizes = {"hidden_size": 192, "intermediate_size": 424, "num_hidden_layers": 4, "num_attention_heads": 6}
+    sizes: dict[str, Any] = {
+        "hidden_size": 192,
+        "intermediate_size": 424,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 6,
+    }
     config = transformers.LlamaConfig(**sizes, num_key_value_heads=3, head_dim=32, vocab_size=301)
     folder, other = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("gguf")
     transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder, max_shard_size="2MB")
@@ -96,7 +101,7 @@ def test_each_rank_reads_its_parts_and_they_are_those_of_the_files(
     """`most`: the share of all bytes that the server sends for one rank. Columns are cut out of whole rows."""
     here = models[source]
     spec, whole_bytes = load_model_spec(here), sum(each.stat().st_size for each in files_of(here))
-    local = weights(str(here), here)
+    local: Any = weights(str(here), here)
     layers = [(0, 4)] if stages == 1 else [(0, 2), (2, 4)]
     found = opened(source=source)
     assert found.is_by_parts
@@ -105,7 +110,7 @@ def test_each_rank_reads_its_parts_and_they_are_those_of_the_files(
     for rank in range(2):
         remote = weights(source, found.path)
         part, before = part_of(spec, rank, 2, layers), proxy.sent_bytes
-        own, expected = part.weights(remote, spec.decoder), part.weights(Uncut(local), spec.decoder)  # type: ignore[arg-type]
+        own, expected = part.weights(remote, spec.decoder), part.weights(Uncut(local), spec.decoder)
         for name in part.spec.decoder.shapes():
             assert same(stored_form(own, name), stored_form(expected, name)), name
         assert 0.3 * whole_bytes < proxy.sent_bytes - before < most * whole_bytes + 200_000
