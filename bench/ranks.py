@@ -132,14 +132,14 @@ def stage_threads() -> list[Path]:
             [(os.getpid(), own), *((each.pid, each.pid) for each in ranks())]]  # fmt: skip
 
 
-def measure_stages(model: str, num_stages: int, rounds: int) -> None:
+def measure_stages(model: str, num_stages: int, rounds: int, prompt_tokens: int) -> None:
     """Print the share of the time in which each stage's thread computes, waits for a core, and has nothing to do."""
     llm = LLM(
         model, pipeline_parallel_size=num_stages, num_threads=num_stages, max_model_len=1024, max_num_seqs=MAX_SEQS,
         enable_prefix_caching=False, kv_cache_memory_bytes=KV_BYTES, speculative_config={"method": "off"},
     )  # fmt: skip
     generator = np.random.default_rng(1)
-    prompts = [generator.integers(100, 40_000, 16).tolist() for _ in range(STAGE_REQUESTS)]
+    prompts = [generator.integers(100, 40_000, prompt_tokens).tolist() for _ in range(STAGE_REQUESTS)]
     seconds_of(llm, prompts[:8], 4)
     threads = stage_threads()
     names = ["the last stage", *(f"stage {number}" for number in range(1, num_stages))]
@@ -159,7 +159,8 @@ def measure_stages(model: str, num_stages: int, rounds: int) -> None:
         load = os.getloadavg()[0]
         print(f"round {number}: {seconds * 1000:.0f} ms, load {load:.1f}: {'; '.join(shown)}", flush=True)
     medians = (f"{name} {statistics.median(each):.3f}" for name, each in zip(names, found, strict=True))
-    print(f"{STAGE_REQUESTS} x {STAGE_TOKENS} tokens, idle at the median: {', '.join(medians)}", flush=True)
+    shape = f"{STAGE_REQUESTS} x {STAGE_TOKENS} tokens behind prompts of {prompt_tokens}"
+    print(f"{shape}, idle at the median: {', '.join(medians)}", flush=True)
     llm.close()
 
 
@@ -193,10 +194,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
     parser.add_argument("--stages", type=int, default=0)
+    parser.add_argument("--prompt-tokens", type=int, default=16, help="of the requests of --stages")
     arguments = parser.parse_args()
     print(f"load average {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores", flush=True)
     if arguments.stages:
-        measure_stages(arguments.model, arguments.stages, arguments.rounds)
+        measure_stages(arguments.model, arguments.stages, arguments.rounds, arguments.prompt_tokens)
         return
     measure_sums()
     engines = {name: loaded(name, arguments.model) for name in KINDS}
