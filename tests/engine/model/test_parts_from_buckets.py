@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from cut_weights import Uncut, same, stored_form
+from family_gguf import write_family_gguf
 from gguf_model import write_gguf
 from s3_server import KEY, SECRET, CuttingProxy, S3Server, running_s3_server
 
@@ -25,6 +26,7 @@ from pagemill_models.sources.by_parts import has_parts
 from pagemill_models.spec.model_files import load_model_spec
 
 SAFETENSORS, GGUF, NAMED = "s3://models/m", "s3://models/g", "s3://models/several/below/large.gguf"
+SPLIT = "s3://models/split"
 WEIGHTS = (".safetensors", ".gguf")
 LEAST_BYTES = 1000
 KINDS = {"ffn_down": "Q6_K", "ffn_up": "Q4_K", "ffn_gate": "Q8_0", "attn_output": "Q5_K", "token_embd": "Q4_1"}
@@ -43,12 +45,17 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
     config = transformers.LlamaConfig(**sizes, num_key_value_heads=3, head_dim=32, vocab_size=301)
     folder, other = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("gguf")
-    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder, max_shard_size="2MB")
+    model: Any = transformers.LlamaForCausalLM(config).to(torch.bfloat16)  # type: ignore[arg-type]
+    model.save_pretrained(folder, max_shard_size="2MB")
     assert len([*folder.glob("*.safetensors")]) == 2
     sizes |= {"hidden_size": 768, "intermediate_size": 512}
     config = transformers.LlamaConfig(**sizes, num_key_value_heads=3, vocab_size=301)
     write_gguf(other / "large.gguf", transformers.LlamaForCausalLM(config), KINDS, has_divisors=True)
-    return {SAFETENSORS: folder, GGUF: other / "large.gguf", NAMED: other / "large.gguf"}
+    split, whole = tmp_path_factory.mktemp("split") / "model.gguf", tmp_path_factory.mktemp("whole")
+    model.save_pretrained(whole)
+    write_family_gguf(split, whole, "llama", parts=2)
+    (first, *_) = sorted(split.parent.iterdir())
+    return {SAFETENSORS: folder, GGUF: other / "large.gguf", NAMED: other / "large.gguf", SPLIT: first}
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +63,7 @@ def server(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
     data = models[GGUF].read_bytes()
     with running_s3_server(tmp_path_factory.mktemp("s3")) as running:
         running.put("models", {f"m/{path.name}": path.read_bytes() for path in models[SAFETENSORS].iterdir()})
+        running.put("models", {f"split/{each.name}": each.read_bytes() for each in models[SPLIT].parent.iterdir()})
         running.put("models", {"g/large.gguf": data, "several/below/large.gguf": data, "several/other.gguf": data[:64]})
         yield running
 
@@ -78,7 +86,9 @@ def opened(least_bytes: int = LEAST_BYTES, source: str = SAFETENSORS) -> Opened:
 
 
 def files_of(path: Path) -> list[Path]:
-    return [path] if path.is_file() else [each for each in path.iterdir() if each.suffix in WEIGHTS]
+    return (
+        [*path.parent.glob("*.gguf")] if path.is_file() else [each for each in path.iterdir() if each.suffix in WEIGHTS]
+    )
 
 
 def weights(source: str, path: Path) -> Any:
@@ -92,6 +102,7 @@ def weights(source: str, path: Path) -> Any:
         (SAFETENSORS, 1, 2, 0.60),
         (GGUF, 2, 1, 0.75),
         (GGUF, 1, 2, 0.60),
+        (SPLIT, 2, 1, 0.75),
         pytest.param(NAMED, 2, 1, 0.75, marks=pytest.mark.full),
     ],
 )
