@@ -2,8 +2,11 @@
 the start, and the bytes that each process reads.
 
     python bench/ranks.py [--model SOURCE] [--rounds 3] [--batches 1 8 32]
+    python bench/ranks.py --stages 2 [--rounds 3]
 
-All engines are loaded at once and take turns; those that wait use no time. Run it on an idle machine.
+All engines are loaded at once and take turns; those that wait use no time. Run it on an idle machine. With `--stages`
+it only measures for how long the stages of a pipeline have nothing to compute, apart from the time in which the machine
+has no core for them.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -45,6 +49,7 @@ KINDS = {
 }
 """Ranks of a stage, stages, and nodes, which exchange by TCP as pods of a group do, here over loopback."""
 BATCHES = (1, 8, 32)
+STAGE_REQUESTS, STAGE_TOKENS = 32, 96
 MAX_SEQS, KV_BYTES = 256, 512 * 1024**2
 OUTPUT_TOKENS, PROMPT_TOKENS = 48, 512
 SUM_VALUES, SUM_ROUNDS = 2048, 20_000
@@ -120,6 +125,45 @@ def compare(engines: dict[str, LLM], rounds: int, what: str, run: Callable[[LLM]
         )
 
 
+def stage_threads() -> list[Path]:
+    """Return what Linux counts of the thread that computes each stage, the last stage first: rank 0 is here."""
+    own = next(each.native_id for each in threading.enumerate() if each.name.startswith("runner"))
+    return [Path(f"/proc/{pid}/task/{thread}/schedstat") for pid, thread in
+            [(os.getpid(), own), *((each.pid, each.pid) for each in ranks())]]  # fmt: skip
+
+
+def measure_stages(model: str, num_stages: int, rounds: int, prompt_tokens: int) -> None:
+    """Print the share of the time in which each stage's thread computes, waits for a core, and has nothing to do."""
+    llm = LLM(
+        model, pipeline_parallel_size=num_stages, num_threads=num_stages, max_model_len=1024, max_num_seqs=MAX_SEQS,
+        enable_prefix_caching=False, kv_cache_memory_bytes=KV_BYTES, speculative_config={"method": "off"},
+    )  # fmt: skip
+    generator = np.random.default_rng(1)
+    prompts = [generator.integers(100, 40_000, prompt_tokens).tolist() for _ in range(STAGE_REQUESTS)]
+    seconds_of(llm, prompts[:8], 4)
+    threads = stage_threads()
+    names = ["the last stage", *(f"stage {number}" for number in range(1, num_stages))]
+    found: list[list[float]] = [[] for _ in threads]
+    for number in range(1, rounds + 1):
+        before = [[int(word) / 1e9 for word in each.read_text().split()[:2]] for each in threads]
+        seconds = seconds_of(llm, prompts, STAGE_TOKENS)
+        shown = []
+        for name, thread, first, idle in zip(names, threads, before, found, strict=True):
+            ran, queued = (
+                int(word) / 1e9 - then for word, then in zip(thread.read_text().split(), first, strict=False)
+            )
+            idle.append(1 - (ran + queued) / seconds)
+            shown.append(
+                f"{name} computes {ran / seconds:.3f}, waits for a core {queued / seconds:.3f}, idle {idle[-1]:.3f}"
+            )
+        load = os.getloadavg()[0]
+        print(f"round {number}: {seconds * 1000:.0f} ms, load {load:.1f}: {'; '.join(shown)}", flush=True)
+    medians = (f"{name} {statistics.median(each):.3f}" for name, each in zip(names, found, strict=True))
+    shape = f"{STAGE_REQUESTS} x {STAGE_TOKENS} tokens behind prompts of {prompt_tokens}"
+    print(f"{shape}, idle at the median: {', '.join(medians)}", flush=True)
+    llm.close()
+
+
 def sums(memory: SharedMemory, rank: int, out: Any) -> None:
     group = SharedMemoryGroup(memory, rank, 2, SUM_VALUES)
     buffer = np.zeros(SUM_VALUES, dtype=np.float32)
@@ -149,8 +193,13 @@ def main() -> None:
     parser.add_argument("--model", default=MODEL)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
+    parser.add_argument("--stages", type=int, default=0)
+    parser.add_argument("--prompt-tokens", type=int, default=16, help="of the requests of --stages")
     arguments = parser.parse_args()
     print(f"load average {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores", flush=True)
+    if arguments.stages:
+        measure_stages(arguments.model, arguments.stages, arguments.rounds, arguments.prompt_tokens)
+        return
     measure_sums()
     engines = {name: loaded(name, arguments.model) for name in KINDS}
     generator = np.random.default_rng(1)

@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 from click.testing import Result
-from family_models import MODELS, write_model
+from family_models import LLAMA, MODELS, write_model
+from gguf_model import write_gguf
 from outlines import outline
 from support.hub import Handler, Hub
+from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from pagemill.main import app
@@ -170,6 +172,17 @@ def test_a_gguf_file_is_read_from_its_header(smollm2_path: Path, tmp_path: Path,
     assert replica_of(plan(f"hf://{REPOSITORY}", "-o", "json")) == whole
     assert sent[smollm2_path.name] <= 2 * 4 * length
     assert sent[smollm2_path.name] < smollm2_path.stat().st_size
+
+
+def test_tensors_that_describe_a_model_are_read_with_its_header(tmp_path: Path, serve: Serve) -> None:
+    """Llama 3's files divide the frequencies of rotations by a tensor, which is no weight."""
+    folder = tmp_path / "gguf"
+    folder.mkdir()
+    config = LlamaConfig(**LLAMA)
+    write_gguf(folder / "m.gguf", LlamaForCausalLM(config), {}, has_divisors=True)
+    whole = replica_of(plan(folder / "m.gguf", "-o", "json"))
+    serve(folder)
+    assert replica_of(plan(f"hf://{REPOSITORY}/m.gguf", "-o", "json")) == whole
 
 
 def test_a_downloaded_gguf_header_occupies_no_disk_blocks_for_the_rest(

@@ -145,6 +145,18 @@ def test_inner_units_are_whole_groups_of_quantized_matrices_where_it_goes(inner:
         assert all(first % 32 == 0 for first, _ in units)
 
 
+def test_231_groups_are_116_and_115() -> None:
+    for group in (32, 64, 256):
+        assert units_of(231 * group, 2) == [(0, 116 * group), (116 * group, 231 * group)]
+
+
+def test_parts_of_units_are_found_in_the_units_that_contain_them() -> None:
+    assert TensorSlice(1, ((384, 768),)).in_units(256) == (TensorSlice(1, ((256, 768),)), TensorSlice(1, ((128, 512),)))
+    twice = TensorSlice(0, ((10, 20), (30, 40), (100, 101)))
+    assert twice.in_units(32) == (TensorSlice(0, ((0, 64), (96, 128))), TensorSlice(0, ((10, 20), (30, 40), (68, 69))))
+    assert twice.in_units(1) == (twice, TensorSlice(0, ((0, 21),)))
+
+
 def test_rows_of_groups_are_found_where_they_are_stored() -> None:
     grouped = LinearSpec(4, (MatrixSpec(name="wqkv", rows=24, groups=RowGroups(2, (8, 2, 2))),))
     # The second group's queries, key and value.

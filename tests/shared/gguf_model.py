@@ -47,11 +47,14 @@ DEVIATIONS = {
 """Standard deviations of these scales, if they are not usual."""
 
 
-def write_gguf(path: Path, model: Any, kinds: dict[str, str], factor: float | None = None) -> None:
+def write_gguf(
+    path: Path, model: Any, kinds: dict[str, str], factor: float | None = None, *, has_divisors: bool = False
+) -> None:
     """Write a Llama's matrices as a GGUF file.
 
     `kinds` are storage types by a part of the tensor's name, by default F16. Matrices of quantized types are those of
-    `stored_blocks`, not the model's. `factor`: of all values of each matrix, in a tensor beside it.
+    `stored_blocks`, not the model's. `factor`: of all values of each matrix, in a tensor beside it. `has_divisors`:
+    whether a tensor divides the frequencies of rotations, as in Llama 3's files.
     """
     writer = gguf.GGUFWriter(path, "qwen2")  # its rows are in the project's order
     config = model.config
@@ -85,6 +88,9 @@ def write_gguf(path: Path, model: Any, kinds: dict[str, str], factor: float | No
     for layer in range(config.num_hidden_layers):
         for part, size in (("q", config.hidden_size), ("k", kv_size), ("v", kv_size)):
             writer.add_tensor(f"blk.{layer}.attn_{part}.bias", np.zeros(size, dtype=np.float32))
+    if has_divisors:
+        head_dim = config.hidden_size // config.num_attention_heads
+        writer.add_tensor("rope_freqs.weight", np.linspace(1, 8, head_dim // 2, dtype=np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

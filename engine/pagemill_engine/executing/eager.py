@@ -25,10 +25,11 @@ from pagemill_engine.executing.results import result_of, result_of_runs
 from pagemill_engine.executing.row_adapters import RowAdapters
 from pagemill_engine.sampling.rows import SamplingRows
 from pagemill_engine.sampling.runs import masks_of, runs_of, sample_runs
-from pagemill_engine.sampling.sampler import mask_rows, sample
+from pagemill_engine.sampling.sampler import Sampled, mask_rows, sample
 from pagemill_engine.scheduler.step import StepPlan, StepResult, TokenLogprobs
 from pagemill_kernels.arrays import Array
 from pagemill_kernels.paged_attention.batch import AttentionBatch
+from pagemill_kernels.sampling.batch import TokenMasks
 from pagemill_kernels.sampling.host import host_sampler
 from pagemill_protocol.report.cache_kinds import kinds_of_windows
 from pagemill_servers.process.malloc import trim_heap
@@ -178,18 +179,29 @@ class EagerRunner:
         rows = inputs.rows[inputs.sampling]
         request_ids = [inputs.request_ids[i] for i in inputs.sampling.tolist()]
         num_generated = self._rows.num_tokens[rows] - self._rows.num_prompt_tokens[rows]
-        logits = self.model.logits(hidden, self._adapters_of(inputs, inputs.sampled_tokens))
+        adapters = self._adapters_of(inputs, inputs.sampled_tokens)
         if not plan.proposals:
             masks = mask_rows(masks_of(plan, request_ids)) if plan.token_masks else None
-            sampled = sample(logits, self._sampling, rows, num_generated, masks)
+            sampled = self._sampled(hidden, adapters, rows, num_generated, masks)
             self._rows.advance(inputs, sampled.token_ids)
             return self._scrubbed(result_of(request_ids, sampled))
+        logits = self.model.logits(hidden, adapters)
         proposed = [plan.proposals.get(name, []) for name in request_ids]
         sampled = sample_runs(logits, self._sampling, rows, num_generated, proposed, masks_of(plan, request_ids))
         runs = runs_of(sampled, proposed)
         num_accepted = np.array([len(run) - 1 for run in runs], dtype=np.int64)
         self._rows.advance(inputs, sampled.token_ids[[run[-1] for run in runs]], num_accepted)
         return self._scrubbed(result_of_runs(request_ids, sampled, runs))
+
+    def _sampled(
+        self,
+        hidden: Array,
+        adapters: Any,
+        rows: NDArray[np.int64],
+        num_generated: NDArray[np.int64],
+        masks: TokenMasks | None,
+    ) -> Sampled:
+        return sample(self.model.logits(hidden, adapters), self._sampling, rows, num_generated, masks)
 
     def _scrubbed(self, result: StepResult) -> StepResult:
         self._scrub(result.failed)

@@ -20,6 +20,7 @@ from pagemill_engine.decoders.step_model import StepModel, StepTokens, WrappedMo
 from pagemill_engine.executing.base import Runner, RunnerInfo
 from pagemill_engine.executing.eager import EagerRunner, ThreadedRunner
 from pagemill_engine.executing.kv_cache import KVCache
+from pagemill_engine.executing.ranks.divided_logits import AnsweringModel, AskingModel, AskingRunner, DividedLogits
 from pagemill_engine.executing.ranks.follower import FollowerRunner
 from pagemill_engine.executing.ranks.identity import RankIdentity
 from pagemill_engine.executing.ranks.processes import FollowerProcesses
@@ -215,7 +216,8 @@ def first_rank(
     if config.enable_lora:
         store = _store(config, compute, spec, part, weights)
         info, rows = info._replace(serves_adapters=True, adapters=store), _rows(config, compute, part, store)
-    return EagerRunner(loaded.model, loaded.cache, info, config.step.max_num_seqs, rows)
+    runner = AskingRunner if isinstance(loaded.model, AskingModel) else EagerRunner
+    return runner(loaded.model, loaded.cache, info, config.step.max_num_seqs, rows)
 
 
 def read_together(runner: RankedRunner, answers: Callable[[], list[str]], *, sends_files: bool = False) -> None:
@@ -287,13 +289,18 @@ def load_part(
     if logits_memory is not None and columns is not None and part.spec.decoder.head is not None:
         assert isinstance(group, SharedMemoryGroup)
         logits = SharedLogits(logits_memory, group, spec.vocab_size, columns)
+    is_divided = isinstance(group, TcpGroup) and compute.is_native and columns is not None
     if compute.is_native:
-        model = _native(part.spec, compute, weights, max_model_len, group, logits)
+        model = _native(part.spec, compute, weights, max_model_len, group, logits, gathers=not is_divided)
     else:
         model = _on_torch(part.spec, compute, weights, max_model_len, group)
     if group.members < group.size:
         model = StagedModel(model, group, place)
     model = TimedModel(model, group)
+    if is_divided and part.spec.decoder.head is not None:
+        assert isinstance(group, TcpGroup)
+        divided = DividedLogits(group, spec.vocab_size)
+        model = AskingModel(model, divided) if group.rank == 0 else AnsweringModel(model, divided)
     kinds = [msgspec.structs.replace(kind, layers=_within(kind.layers, place.layers)) for kind in blocks.kinds]
     cache = KVCache(
         part.spec, blocks.counts, config.block_size, compute.kv_dtype, kinds, max_rows=config.step.max_num_seqs
@@ -308,11 +315,13 @@ def _native(
     max_model_len: int,
     group: ComputingGroup,
     logits: SharedLogits | None,
+    *,
+    gathers: bool,
 ) -> StepModel:
     rotations = Rotations(decoder_tables(spec.decoder, max_model_len, weights))
     # The layers of a stage with one rank add nothing, but come to the same cuts.
     divided = group if group.members > 1 else None
-    return NativeDecoder(spec, compute.native_ops, weights, rotations, divided, group, logits)
+    return NativeDecoder(spec, compute.native_ops, weights, rotations, divided, group, logits, gathers_logits=gathers)
 
 
 def _on_torch(

@@ -18,7 +18,7 @@ from pagemill_engine.weights.source import CutWeights, WeightSource, stored_byte
 from pagemill_kernels.arrays import Array, FloatType
 from pagemill_kernels.linear.groups import CodeBlocks, GroupCodes
 from pagemill_models.declaration.declaration import DecoderSpec, Shapes
-from pagemill_models.sharding.slices import Slices
+from pagemill_models.sharding.slices import Slices, TensorSlice
 from pagemill_models.spec.stored_names import declared_names
 
 _SMALLEST_NORM = 1e-12
@@ -91,23 +91,21 @@ class DeclaredWeights:
 
     def cut(self, slices: Slices) -> CutWeights:
         """Cut what is read as it is stored; of transposed matrices, rows are stored as columns."""
-        names = {stored: name for name, stored in self._stored_names.items()}
-        wanted = {
-            self._stored_names[name]: found._replace(dimension=0 if found.dimension else 1)
-            if name in self._transposed
-            else found
-            for name, found in slices.items()
-            if name not in self._normalized
-        }
-        source, left = self._source.cut(wanted)
+        stored = {name: self._turned(name, found) for name, found in slices.items() if name not in self._normalized}
+        source, left = self._source.cut({self._stored_names[name]: found for name, found in stored.items()})
         cut = copy(self)
         cut._source = source
         cut._shapes = {
             name: source.shapes[at][::-1] if name in self._transposed else source.shapes[at]
             for name, at in self._stored_names.items()
         }
-        uncut = slices.keys() - {names[stored] for stored in wanted.keys() - left.keys()}
-        return CutWeights(cut, {name: slices[name] for name in uncut})
+        uncut = {name: slices[name] for name in slices.keys() - stored.keys()}
+        parts = {name: left[at] for name in stored if (at := self._stored_names[name]) in left}
+        return CutWeights(cut, uncut | {name: self._turned(name, found) for name, found in parts.items()})
+
+    def _turned(self, name: str, found: TensorSlice) -> TensorSlice:
+        """Return a slice of a declared tensor as that of the stored one, or the other way round."""
+        return found._replace(dimension=0 if found.dimension else 1) if name in self._transposed else found
 
 
 def transposed_weights(decoder: DecoderSpec) -> set[str]:

@@ -9,7 +9,7 @@ who can write the weights controls the model anyway.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -17,11 +17,13 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from pagemill_models.files.gguf_file import GGUFFile
+from pagemill_models.files.gguf_file import GGUFFile, GGUFTensor
 
 WHOLE_MODEL_BYTES = 256 * 1024 * 1024
 WHOLE_TENSOR_BYTES = 256 * 1024
 SAMPLE_BYTES = 64 * 1024
+REMOTE_READERS = 8
+"""Tensors of a network that are read at once."""
 
 
 class TensorBytes(Protocol):
@@ -54,10 +56,11 @@ def digest_tensors(tensors: Iterable[StoredTensor], total_bytes: int, num_reader
     return hasher.hexdigest()
 
 
-def gguf_digest(file: GGUFFile) -> str:
-    tensors = file.tensors.values()
-    stored = (StoredTensor(t.name, t.ggml_type.name, t.shape, file.data(t.name)) for t in tensors)
-    return digest_tensors(stored, sum(tensor.num_bytes for tensor in tensors))
+def gguf_digest(file: GGUFFile, data: Callable[[GGUFTensor], TensorBytes] | None = None, num_readers: int = 1) -> str:
+    """Return the digest of a file. `data`: reads a tensor's bytes; None: they are in the file."""
+    tensors, read = file.tensors.values(), data or file.data_of
+    stored = (StoredTensor(each.name, each.ggml_type.name, each.shape, read(each)) for each in tensors)
+    return digest_tensors(stored, sum(tensor.num_bytes for tensor in tensors), num_readers)
 
 
 def _pieces(tensor: StoredTensor, total_bytes: int) -> list[NDArray[np.uint8]]:

@@ -1,7 +1,7 @@
 """Computes the digest of the weights on a thread while the process still imports its libraries.
 
 Hashing releases the interpreter lock, so it costs nothing where a second core is idle; it also brings the file into the
-page cache. Only GGUF files are digested early.
+page cache. Only GGUF files are digested early, of networks none: each of their ranks has connections of its own.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 
 from pagemill_engine.weights.digest import gguf_digest
 from pagemill_models.files.gguf_file import GGUFFile
+from pagemill_models.sources.by_parts import has_parts
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ class EarlyDigest:
     def _take(self, find: Callable[[], Path]) -> None:
         try:
             path = find()
-            if path.is_dir():
+            if path.is_dir() or has_parts(path.parent):
                 return
             self._digest = gguf_digest(GGUFFile(path))
             self._path = path

@@ -181,6 +181,20 @@ class WeightFiles:
             start += num_bytes
 
 
+class RemoteBytes:
+    """A tensor's bytes in a file of a network, which are read when they are needed."""
+
+    def __init__(self, files: WeightFiles, file: int, offset: int, num_bytes: int) -> None:
+        self._files, self._file, self._offset, self._num_bytes = files, file, offset, num_bytes
+
+    def __len__(self) -> int:
+        return self._num_bytes
+
+    def __getitem__(self, part: slice, /) -> NDArray[np.uint8]:
+        start, end, _ = part.indices(len(self))
+        return self._files.read(self._file, self._offset + start, end - start)
+
+
 def _unreadable(path: Path, problem: str | None) -> LoadError:
     return LoadError("ModelUnreadable", f"`{path}` cannot be read: {problem}. Fetch it again.")
 

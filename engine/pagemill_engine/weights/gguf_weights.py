@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from pagemill_engine.weights.codes import CODE_KINDS, CodeKind, has_blocks, read_blocks, read_codes
 from pagemill_engine.weights.dequantize import PLAIN, dequantize_into, supported_types
-from pagemill_engine.weights.digest import gguf_digest
+from pagemill_engine.weights.digest import REMOTE_READERS, gguf_digest
 from pagemill_engine.weights.early_digest import EarlyDigest
 from pagemill_engine.weights.errors import LoadError
-from pagemill_engine.weights.files import WeightFiles
+from pagemill_engine.weights.files import RemoteBytes, WeightFiles
 from pagemill_engine.weights.floats import copy_floats
 from pagemill_engine.weights.source import CutWeights, stored_bytes
 from pagemill_kernels.arrays import Array, FloatType
@@ -97,17 +97,26 @@ class GGUFWeights:
 
     def digest(self) -> str:
         early = self._early_digest.of(self._path) if self._early_digest is not None else None
-        return early or gguf_digest(self._file)
+        if early or not self._files.is_remote:
+            return early or gguf_digest(self._file)
+
+        def data(tensor: GGUFTensor) -> RemoteBytes:
+            return RemoteBytes(self._files, tensor.part, tensor.offset, tensor.num_bytes)
+
+        return gguf_digest(self._file, data, REMOTE_READERS)
 
     def cut(self, slices: Slices) -> CutWeights:
-        """Cut rows, those of interleaved heads by whole heads, and columns by whole blocks."""
-        cut = copy(self)
-        cut._cuts = {name: found for name, found in slices.items() if found.is_of_units(self._unit(name, found))}
-        cut._shapes = {
-            **self._shapes,
-            **{name: found.shape_of(self._shapes[name]) for name, found in cut._cuts.items()},
-        }
-        return CutWeights(cut, {name: slices[name] for name in slices.keys() - cut._cuts.keys()})
+        """Cut rows, those of interleaved heads by whole heads, and columns by whole blocks, in which parts of blocks
+        are left to be cut."""
+        cut, left = copy(self), dict(slices)
+        cut._cuts = {}
+        for name, found in slices.items():
+            cut._cuts[name], left[name] = found.in_units(self._unit(name, found))
+            if left[name].size == cut._cuts[name].size:
+                del left[name]
+        parts = {name: found.shape_of(self._shapes[name]) for name, found in cut._cuts.items()}
+        cut._shapes = {**self._shapes, **parts}
+        return CutWeights(cut, left)
 
     def _unit(self, name: str, found: TensorSlice) -> int:
         tensor = self._tensors[name]

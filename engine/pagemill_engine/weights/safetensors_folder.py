@@ -13,12 +13,11 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pagemill_engine.weights.codes import CODE_KINDS, CodeKind, mxfp4_pairs
-from pagemill_engine.weights.digest import StoredTensor, TensorBytes, digest_tensors
+from pagemill_engine.weights.digest import REMOTE_READERS, StoredTensor, TensorBytes, digest_tensors
 from pagemill_engine.weights.errors import LoadError
-from pagemill_engine.weights.files import WeightFiles
+from pagemill_engine.weights.files import RemoteBytes, WeightFiles
 from pagemill_engine.weights.floats import copy_floats
 from pagemill_engine.weights.source import CutWeights, stored_bytes
 from pagemill_kernels.arrays import NUMPY_TYPES, Array, FloatType
@@ -66,8 +65,6 @@ _REMEDY = "Fetch the folder again and compare its files with the publisher's."
 
 BLOCKS, SCALES = "_blocks", "_scales"
 """Endings of the two tensors of a matrix in MXFP4."""
-
-REMOTE_READERS = 8
 
 
 class _Stored(NamedTuple):
@@ -179,7 +176,7 @@ class SafetensorsFolder:
 
         def data(file: int, header: TensorHeader) -> TensorBytes:
             if not mapped:
-                return _RemoteBytes(self._files, file, header)
+                return RemoteBytes(self._files, file, header.offset, header.num_bytes)
             return np.asarray(mapped[file][header.offset : header.offset + header.num_bytes])
 
         tensors = [
@@ -247,20 +244,6 @@ class SafetensorsFolder:
             f"{self.where}: tensor `{name}` has type {self.dtype(part.stored_name)}. "
             "Use a float32, float16 or bfloat16 checkpoint.",
         )
-
-
-class _RemoteBytes:
-    """A tensor's bytes in a file of a network."""
-
-    def __init__(self, files: WeightFiles, file: int, header: TensorHeader) -> None:
-        self._files, self._file, self._header = files, file, header
-
-    def __len__(self) -> int:
-        return self._header.num_bytes
-
-    def __getitem__(self, part: slice, /) -> NDArray[np.uint8]:
-        start, end, _ = part.indices(len(self))
-        return self._files.read(self._file, self._header.offset + start, end - start)
 
 
 def _check_index(promised: set[str], held: set[str], folder: Path) -> None:

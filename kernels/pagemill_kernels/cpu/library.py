@@ -217,6 +217,26 @@ class SamplingArgs(ctypes.Structure):
     )
 
 
+class PartArgs(ctypes.Structure):
+    _fields_ = (
+        ("logits", c_void_p),
+        ("num_rows", c_int64),
+        ("num_tokens", c_int64),
+        ("first", c_int64),
+        ("vocab_size", c_int64),
+        ("draws", c_void_p),
+        ("keys", c_void_p),
+        ("best", c_void_p),
+        ("sums", c_void_p),
+        ("token_ids", c_void_p),
+        ("masses", c_void_p),
+        ("counts", c_void_p),
+        ("width", c_int64),
+        ("candidates", c_void_p),
+        ("num_threads", c_int32),
+    )
+
+
 class AttentionArgs(ctypes.Structure):
     _fields_ = (
         ("query", c_void_p),
@@ -357,6 +377,7 @@ _SIGNATURES = {
     "pagemill_paged_attention": (POINTER(AttentionArgs),),
     "pagemill_sample": (POINTER(SamplingArgs),),
     "pagemill_report": (POINTER(SamplingArgs),),
+    "pagemill_sample_part": (POINTER(PartArgs),),
     "pagemill_rms_norm": (
         c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_float, c_void_p, c_int64, c_int32, c_int32,
     ),

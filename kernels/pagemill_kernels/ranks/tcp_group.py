@@ -183,6 +183,15 @@ class TcpGroup:
         self._at(RECEIVE, sender)
         self._exchange([], None, {sender: buffer})
 
+    def give(self, values: Array, to: Sequence[int]) -> None:
+        """Give values of any type to some ranks, which `take` them: parts of logits, or what is asked of these."""
+        self._at(LOGITS, LOGITS)
+        self._exchange(to, values, {})
+
+    def take(self, into: Mapping[int, Array]) -> None:
+        self._at(LOGITS, LOGITS)
+        self._exchange([], None, into)
+
     def meet(self, place: int) -> None:
         self._at(place, place)
         nothing = np.empty(0, dtype=np.float32)

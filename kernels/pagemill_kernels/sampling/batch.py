@@ -99,6 +99,15 @@ class SamplingBatch(NamedTuple):
     def is_plain(self) -> bool:
         return all(part is None for part in self)
 
+    def at(self, rows: NDArray[np.int64]) -> SamplingBatch:
+        """Return the settings of some rows, ascending, which include all with more than draws."""
+
+        def placed(part: Any) -> Any:
+            return None if part is None else part._replace(rows=np.searchsorted(rows, part.rows))
+
+        draws = None if self.draws is None else self.draws.at(rows)
+        return SamplingBatch(draws, *map(placed, (self.edits, self.penalties, self.reports, self.masks)))
+
 
 class Logprobs(NamedTuple):
     """Log-softmax of the model's unchanged logits. Rows are those of `Reports`."""

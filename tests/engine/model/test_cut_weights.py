@@ -31,12 +31,13 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return noted_reads(monkeypatch)
 
 
-def gguf(folder: Path) -> Path:
+def gguf(folder: Path, output: str = "Q8_0", **changes: int) -> Path:
     torch.manual_seed(3)
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4}
+    sizes |= changes
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**BASE | sizes))
     write_gguf(
-        folder / "m.gguf", model, {"ffn_down": "Q6_K", "ffn_up": "Q4_1", "ffn_gate": "Q8_0", "attn_output": "Q8_0"}
+        folder / "m.gguf", model, {"ffn_down": "Q6_K", "ffn_up": "Q4_1", "ffn_gate": "Q8_0", "attn_output": output}
     )
     return folder / "m.gguf"
 
@@ -48,6 +49,8 @@ def model_of(name: str, folder: Path, smollm2: Path) -> Path:
         config = transformers.GPT2Config(n_embd=64, n_layer=2, n_head=4, n_positions=64, vocab_size=131)
         transformers.GPT2LMHeadModel(config).save_pretrained(folder)
         return folder
+    if name == "gguf, parts of blocks":  # a rank's four heads are the columns of one block and a half
+        return gguf(folder, "Q4_K", hidden_size=768, intermediate_size=768, num_key_value_heads=8)
     return gguf(folder) if name == "gguf" else saved(name, folder, **UNEVEN if name == "Llama" else {})
 
 
@@ -59,6 +62,8 @@ def model_of(name: str, folder: Path, smollm2: Path) -> Path:
         ("Mixtral", {}, 0.70),
         ("GPT2", {}, 0.85),
         ("gguf", {}, 0.55),
+        ("gguf, parts of blocks", {}, 0.56),
+        ("gguf, parts of blocks", {"quantization": "int8"}, 0.56),
         ("embedded", {}, 0.60),
     ],
     ids=str,

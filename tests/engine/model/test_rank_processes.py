@@ -25,6 +25,7 @@ from pagemill_engine.starting.factory import create_runner
 from pagemill_engine.weights.errors import LoadError
 from pagemill_engine.weights.safetensors_folder import SafetensorsFolder
 from pagemill_kernels.cpu import library
+from pagemill_protocol.request.sampling import SamplingParams
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.unavailable_reason()}")
 
@@ -40,6 +41,20 @@ def test_ranks_give_the_tokens_of_one(folder: Path, size: int, ranks: Ranks, run
     expected = answers(single)
     single.close()
     assert answers(ranks(folder, size)) == expected
+
+
+def test_the_last_token_of_a_vocabulary_that_does_not_divide_is_read_and_chosen(
+    llama_folder: Path, ranks: Ranks, runner_loader: Any
+) -> None:
+    last = BASE["vocab_size"] - 1
+    prompts = [[last, 5, last], [7, last]]
+    single = runner_loader(llama_folder, **SETTINGS)
+    expected = Engine(single).run(prompts, ROUNDS[0])
+    single.close()
+    engine = Engine(ranks(llama_folder, 3))
+    assert engine.run(prompts, ROUNDS[0]) == expected
+    chosen = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logit_bias={last: 100.0})
+    assert [tokens for tokens, _ in engine.run(prompts, chosen)] == [[last] * 4] * 2
 
 
 @pytest.mark.parametrize(

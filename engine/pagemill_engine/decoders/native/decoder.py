@@ -40,12 +40,14 @@ class NativeDecoder:
         group: RankGroup[Array] | None = None,
         reduce: NativeReduce | None = None,
         logits: SharedLogits | None = None,
+        *,
+        gathers_logits: bool = True,
     ) -> None:
         """Build the decoder and load its weights. Raises `WeightsError` for tensors that do not fit.
 
         `group`: the ranks that compute the model together, each with a declaration of its own. `reduce`: the group's
         sums inside the layers; None: called back from there. `logits`: where the ranks write theirs; None: they
-        exchange them.
+        exchange them, or, without `gathers_logits`, each has those of its columns.
         """
         declared = spec.decoder
         check_tensors(declared.shapes(), source.shapes)
@@ -56,6 +58,7 @@ class NativeDecoder:
         self._windows = declared.windows()
         self._growth = next(iter(query_growths(declared)), None)
         self._group = group
+        self._head_group = group if gathers_logits else None
         self._reduce = reduce if reduce is not None or group is None else CalledReduce(group)
         uses = linears(declared)
         firsts = {use.layer: use.number for use in reversed(uses)}
@@ -127,7 +130,7 @@ class NativeDecoder:
     def logits(self, hidden: Array, adapters: NativeAdapterRows | None = None) -> Array:
         """Return the logits of hidden states, float32 [rows, vocab]. `adapters`: of these rows."""
         assert self.head is not None, "requests for tokens of a model without a head are refused"
-        return self.head(hidden, adapters, self._group)
+        return self.head(hidden, adapters, self._head_group)
 
 
 class _Embedding:

@@ -70,6 +70,25 @@ struct SamplingArgs {
   int32_t num_threads;
 };
 
+// A rank's part of the vocabulary of rows that draw; sampling.cpp.
+struct PartArgs {
+  const float* logits;  // [num_rows][num_tokens]
+  int64_t num_rows;
+  int64_t num_tokens;
+  int64_t first;              // id of the first token
+  int64_t vocab_size;         // of all parts
+  const DrawSettings* draws;  // [num_rows], like all that follow except the last
+  const uint64_t* keys;
+  const float* best;   // the largest logit of all parts
+  float* sums;         // of rows without top_k and top_p: the largest x + noise; -inf: no token can be drawn
+  int64_t* token_ids;  // its token
+  int64_t* masses;     // of rows with them: the mass of the part, where top_k does not decide
+  int64_t* counts;     // its candidates
+  int64_t width;
+  uint64_t* candidates;  // [num_rows][width], the likeliest first
+  int32_t num_threads;
+};
+
 struct AttentionArgs {
   const float* query;  // [tokens][num_heads][head_dim], tokens query_stride floats apart
   const void* cache;               // of one layer, blocks block_stride bytes apart

@@ -48,6 +48,7 @@ void pagemill_add_adapters(const pagemill::StepAdapters* adapters, int64_t numbe
                            int64_t out_stride, int32_t num_threads);
 void pagemill_sample(const pagemill::SamplingArgs* arguments);
 void pagemill_report(const pagemill::SamplingArgs* arguments);
+void pagemill_sample_part(const pagemill::PartArgs* arguments);
 void pagemill_paged_attention(const pagemill::AttentionArgs* arguments);
 
 }  // extern "C"

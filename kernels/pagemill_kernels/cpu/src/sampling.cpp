@@ -313,10 +313,11 @@ struct Winner {
 };
 
 // Draws among all candidates. Noise is at most -log(u) with the uniform number u: if that is too little to win, by an
-// upper bound of 2^t (linear between powers of two, raised by a thousandth), no logarithm is computed.
-void meet_all(const Scaled& s, uint64_t key, Winner& winner) {
+// upper bound of 2^t (linear between powers of two, raised by a thousandth), no logarithm is computed. `first` is the id
+// of the first token.
+void meet_all(const Scaled& s, int64_t first, uint64_t key, Winner& winner) {
   const Words low = Words{} + static_cast<uint32_t>(key), high = Words{} + static_cast<uint32_t>(key >> 32);
-  Words tokens = {0, 1, 2, 3, 4, 5, 6, 7};
+  Words tokens = Words{0, 1, 2, 3, 4, 5, 6, 7} + static_cast<uint32_t>(first);
   const auto mixed = [](Words x) {
     x = (x ^ (x >> 16)) * 0x85ebca6bu;
     x = (x ^ (x >> 13)) * 0xc2b2ae35u;
@@ -334,10 +335,10 @@ void meet_all(const Scaled& s, uint64_t key, Winner& winner) {
     const Ints wins = stays & (uniform < power * splat(1.001f) + splat(0x1p-22f));
     if (!any(wins)) continue;
     for (int lane = 0; lane < kLanes; ++lane)
-      if (wins[lane]) winner.meet(x[lane], i + lane, key);
+      if (wins[lane]) winner.meet(x[lane], first + i + lane, key);
   }
   for (; i < s.size; ++i)
-    if (s.stays(s.at(i))) winner.meet(s.at(i), i, key);
+    if (s.stays(s.at(i))) winner.meet(s.at(i), first + i, key);
 }
 
 int64_t draw(const SamplingArgs& a, int64_t at, const float* row, const Best& best, std::vector<uint64_t>& keys) {
@@ -347,7 +348,7 @@ int64_t draw(const SamplingArgs& a, int64_t at, const float* row, const Best& be
   Winner winner{-kInfinity, best.token};
   winner.meet(0.0f, best.token, a.keys[at]);
   if (settings.top_k >= a.vocab_size && settings.top_p >= kWholeShare) {
-    meet_all(scaled, a.keys[at], winner);
+    meet_all(scaled, 0, a.keys[at], winner);
     return winner.token;
   }
   filter(scaled, settings.top_k, settings.top_p, keys);
@@ -424,12 +425,39 @@ void sample_row(const SamplingArgs& a, int64_t at, Scratch& s) {
   if (a.report_of && a.report_of[at] >= 0) report(a, a.report_of[at], raw, first, token);
 }
 
+// Computes what rank 0 needs of a part of the vocabulary to draw from all of it: the winner of a row whose tokens may all
+// be drawn, or the likeliest candidates of one with filters.
+void part_of_row(const PartArgs& a, int64_t at, std::vector<uint64_t>& keys) {
+  const float* row = a.logits + at * a.num_tokens;
+  const DrawSettings& settings = a.draws[at];
+  const Scaled scaled{row, a.num_tokens, a.best[at], settings.temperature, settings.min_p};
+  a.sums[at] = -kInfinity, a.token_ids[at] = a.first, a.masses[at] = 0, a.counts[at] = 0;
+  if (settings.top_k >= a.vocab_size && settings.top_p >= kWholeShare) {
+    const int64_t own = best_of(row, a.num_tokens).token;
+    if (!scaled.stays(scaled.at(own))) return;
+    Winner winner{-kInfinity, a.first + own};
+    winner.meet(scaled.at(own), a.first + own, a.keys[at]);
+    meet_all(scaled, a.first, a.keys[at], winner);
+    a.sums[at] = winner.sum, a.token_ids[at] = winner.token;
+    return;
+  }
+  if (settings.top_k >= a.vocab_size) a.masses[at] = total_mass(scaled);
+  for (const float reach : {4.0f, 10.0f, kReach}) {
+    gather(scaled, reach, keys);
+    if (static_cast<int64_t>(keys.size()) >= a.width) break;
+  }
+  const int64_t count = std::min(static_cast<int64_t>(keys.size()), a.width);
+  if (count < static_cast<int64_t>(keys.size())) std::nth_element(keys.begin(), keys.begin() + count, keys.end());
+  std::sort(keys.begin(), keys.begin() + count);
+  for (int64_t i = 0; i < count; ++i) a.candidates[at * a.width + i] = keys[i] + static_cast<uint64_t>(a.first);
+  a.counts[at] = count;
+}
+
 // Calls `work` with each row and the thread's memory, on as many threads as the work is worth.
 template <typename Work>
-void each_row(const SamplingArgs& a, Work work) {
-  const int threads =
-      static_cast<int>(std::min<int64_t>(a.num_rows, threads_for(a.num_rows * a.vocab_size, a.num_threads)));
-  share(threads, a.num_rows, kSingly, [&](Pieces pieces) {
+void each_row(int64_t num_rows, int64_t num_tokens, int32_t num_threads, Work work) {
+  const int threads = static_cast<int>(std::min<int64_t>(num_rows, threads_for(num_rows * num_tokens, num_threads)));
+  share(threads, num_rows, kSingly, [&](Pieces pieces) {
     thread_local Scratch scratch;
     pieces.each([&](int64_t at) { work(at, scratch); });
   });
@@ -447,14 +475,21 @@ extern "C" const char* pagemill_sampling_columns() {
 
 extern "C" void pagemill_sample(const pagemill::SamplingArgs* arguments) {
   const pagemill::SamplingArgs& a = *arguments;
-  pagemill::each_row(a, [&](int64_t at, pagemill::Scratch& scratch) { pagemill::sample_row(a, at, scratch); });
+  pagemill::each_row(a.num_rows, a.vocab_size, a.num_threads,
+                     [&](int64_t at, pagemill::Scratch& scratch) { pagemill::sample_row(a, at, scratch); });
 }
 
 // Computes the reports of rows with given tokens: row i is report i.
 extern "C" void pagemill_report(const pagemill::SamplingArgs* arguments) {
   const pagemill::SamplingArgs& a = *arguments;
-  pagemill::each_row(a, [&](int64_t at, pagemill::Scratch&) {
+  pagemill::each_row(a.num_rows, a.vocab_size, a.num_threads, [&](int64_t at, pagemill::Scratch&) {
     const float* row = a.logits + at * a.vocab_size;
     pagemill::report(a, at, row, pagemill::best_of(row, a.vocab_size), a.token_ids[at]);
   });
+}
+
+extern "C" void pagemill_sample_part(const pagemill::PartArgs* arguments) {
+  const pagemill::PartArgs& a = *arguments;
+  pagemill::each_row(a.num_rows, a.num_tokens, a.num_threads,
+                     [&](int64_t at, pagemill::Scratch& scratch) { pagemill::part_of_row(a, at, scratch.keys); });
 }

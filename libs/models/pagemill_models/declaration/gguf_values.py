@@ -28,6 +28,8 @@ from pagemill_models.files.missing_values import warn_once
 
 EMBEDDING, HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
 LONG_ROPE = ("rope_factors_long.weight", "rope_factors_short.weight")
+DESCRIBING = (ROPE_FACTORS, *LONG_ROPE)
+"""Tensors whose values belong to the declaration, as metadata does."""
 ROPE_DIVISORS = "rope_freq_divisors"
 """Name of `ROPE_FACTORS` among Hugging Face names, where it has no counterpart."""
 MAX_WINDOW = 2**31

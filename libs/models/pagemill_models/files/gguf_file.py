@@ -184,8 +184,15 @@ class GGUFFile:
 
 
 def check_gguf(path: Path) -> None:
-    """Check one file by itself, which may be any part of a split model. Raises `GGUFError`."""
-    _Header(_mapped(path), path).read()
+    """Check one file as `tensors_in`. Raises `GGUFError`."""
+    tensors_in(path)
+
+
+def tensors_in(path: Path) -> dict[str, GGUFTensor]:
+    """Return the tensors of one file by itself, which may be any part of a split model. Raises `GGUFError`."""
+    header = _Header(_mapped(path), path)
+    header.read()
+    return header.tensors
 
 
 def header_bytes(data: bytes, path: Path) -> int | None:

@@ -33,6 +33,20 @@ class TensorSlice(NamedTuple):
         """Whether it consists of whole units of so many rows or columns."""
         return all(first % size == 0 and end % size == 0 for first, end in self.ranges)
 
+    def in_units(self, size: int) -> tuple[TensorSlice, TensorSlice]:
+        """Return the whole units of so many rows or columns that contain it, and what it is of these."""
+        covers: list[Range] = []
+        for first, end in self.ranges:
+            first, end = first // size * size, -(-end // size) * size
+            if covers and first <= covers[-1][1]:
+                first = covers.pop()[0]
+            covers.append((first, end))
+        own, before = [], 0
+        for first, end in covers:
+            own += [(before + begin, before + behind) for begin, behind in _within(self.ranges, first, end)]
+            before += end - first
+        return TensorSlice(self.dimension, tuple(covers)), TensorSlice(self.dimension, merged(own))
+
     def shape_of(self, whole: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the part of a tensor."""
         return tuple(self.size if index == self.dimension else size for index, size in enumerate(whole))

@@ -2,8 +2,8 @@
 
 The small JSON files beside the weights (`config.json`, the index) are fetched whole; of a weight file only the header
 is read, by range. A safetensors header becomes an index, which also names tensors and their bytes. A GGUF file is
-created in its full size with nothing after its header, as a sparse file. `resolve` fetches whole models, for engines;
-`model_files` reads the folder.
+created in its full size as a sparse file with its header and the tensors that describe its model. `resolve` fetches
+whole models, for engines; `model_files` reads the folder.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from pathlib import Path
 import orjson
 
 from pagemill_models.declaration.config_values import AUTO_GPTQ_FILE, CONFIG_FILE
-from pagemill_models.files.gguf_file import header_bytes
+from pagemill_models.declaration.gguf_values import DESCRIBING
+from pagemill_models.files.gguf_file import header_bytes, tensors_in
 from pagemill_models.files.safetensors_header import INDEX_FILE, MAX_HEADER_BYTES, SINGLE_FILE, index_of_header
 from pagemill_models.sources.base import Listing, ReadsRanges, RemoteFile, Repository
 from pagemill_models.sources.registry import find_kind, in_full
@@ -35,6 +36,7 @@ CONFIG_FILES = frozenset(
 FIRST_BYTES = 256 * 1024
 """Bytes read first from a weight file: most headers of safetensors are shorter."""
 MAX_GGUF_HEADER_BYTES = 256 * 1024 * 1024
+MAX_DESCRIBING_BYTES = 1024 * 1024
 
 
 def can_read_header(source: str) -> bool:
@@ -81,6 +83,35 @@ def read_safetensors_header(repository: Repository, file: RemoteFile, version: s
     return start + repository.read_range(file, version, len(start), end - len(start))
 
 
+def write_gguf_header(repository: Repository, file: RemoteFile, version: str, path: Path) -> None:
+    """Write a sparse file with the header of a GGUF file and its tensors that describe the model. Raises `FetchError`
+    and `GGUFError`.
+
+    A header grows with the vocabulary, so it is read in growing parts until it is complete.
+    """
+    assert isinstance(repository, ReadsRanges), "the caller asks first"
+    data, wanted = b"", FIRST_BYTES
+    while True:
+        data += repository.read_range(file, version, len(data), wanted - len(data))
+        length = header_bytes(data, path)
+        if length is not None or len(data) >= file.num_bytes:
+            break
+        if wanted > MAX_GGUF_HEADER_BYTES:
+            raise FetchError("ModelUnreadable", f"{repository.name}: the header of `{file.path}` has no end.")
+        wanted *= 4
+    with path.open("wb") as out:
+        out.write(data[:length])
+        out.truncate(file.num_bytes)
+        out.flush()
+        tensors = tensors_in(path) if length is not None else {}
+        for tensor in (tensors[name] for name in DESCRIBING if name in tensors):
+            if tensor.num_bytes > MAX_DESCRIBING_BYTES:
+                message = f"{repository.name}: `{tensor.name}` of `{file.path}` has {tensor.num_bytes} bytes"
+                raise FetchError("ModelUnreadable", f"{message}, more than the {MAX_DESCRIBING_BYTES} allowed.")
+            out.seek(tensor.offset)
+            out.write(repository.read_range(file, version, tensor.offset, tensor.num_bytes))
+
+
 class _Header:
     def __init__(self, repository: Repository, listing: Listing, folder: Path) -> None:
         self._repository = repository
@@ -113,24 +144,7 @@ class _Header:
         return index_of_header(raw[8:], f"{self._repository.name}: `{file.path}`")
 
     def _gguf(self, file: RemoteFile) -> Path:
-        """Write a GGUF file's header. It grows with the vocabulary, so it is read in growing parts until it is
-        complete."""
         path = self._folder / file.path
         path.parent.mkdir(parents=True, exist_ok=True)
-        data, wanted = b"", FIRST_BYTES
-        while True:
-            data += self._read(file, len(data), wanted - len(data))
-            length = header_bytes(data, path)
-            if length is not None or len(data) >= file.num_bytes:
-                break
-            if wanted > MAX_GGUF_HEADER_BYTES:
-                raise FetchError("ModelUnreadable", f"{self._repository.name}: the header of `{file.path}` has no end.")
-            wanted *= 4
-        with path.open("wb") as out:
-            out.write(data[:length])
-            out.truncate(file.num_bytes)
+        write_gguf_header(self._repository, file, self._version, path)
         return path
-
-    def _read(self, file: RemoteFile, start: int, num_bytes: int) -> bytes:
-        assert isinstance(self._repository, ReadsRanges), "`can_read_header` is asked first"
-        return self._repository.read_range(file, self._version, start, num_bytes)

@@ -21,7 +21,7 @@ from pagemill_models.adapters.limits import ADAPTER_CONFIG
 from pagemill_models.files.gguf_split import part_names, unsplit_name
 from pagemill_models.files.regular_file import check_inside
 from pagemill_models.sources.base import SourceKind
-from pagemill_models.sources.by_parts import folder_of_parts
+from pagemill_models.sources.by_parts import model_in_parts
 from pagemill_models.sources.registry import find_kind, forms, in_full
 from pagemill_models.sources.selection import select_adapter_files
 from pagemill_models.sources.settings import cache_settings
@@ -118,10 +118,10 @@ def open_by_parts(source: str, field: str, least_bytes: int) -> Opened:
         return open_source(source, field)
     kind.check(written, field)
     try:
-        folder = folder_of_parts(kind, written, least_bytes)
+        path = model_in_parts(kind, written, least_bytes)
     except FetchError as error:
         raise _of_field(error, field) from error
-    return open_source(source, field) if folder is None else Opened(folder, is_by_parts=True)
+    return open_source(source, field) if path is None else Opened(path, is_by_parts=True)
 
 
 def open_source(source: str, field: str = "model.source") -> Opened:
