@@ -131,6 +131,9 @@ class _Connection(asyncio.Protocol):
         self._reads: list[tuple[float, bytes]] = []
         """What has come and was not parsed yet."""
         self._is_streamed = False
+        self._is_open_ended = True
+        """Whether the answer ends with its connection."""
+        self._encoding = b""
         self._parts: list[bytes] = []
         self._at_s: list[float] = []
         self._num_bytes = 0
@@ -149,6 +152,11 @@ class _Connection(asyncio.Protocol):
             raise
 
     def answer(self) -> StreamedAnswer:
+        if self._encoding not in (b"", b"identity"):
+            name = self._encoding.decode(errors="replace")
+            return StreamedAnswer(
+                error=f"The server's answer is compressed ({name}), and no compression was asked for."
+            )
         status = self._parser.get_status_code()
         if status != 200:
             return StreamedAnswer(error=_refused(status, b"".join(self._parts)))
@@ -174,6 +182,9 @@ class _Connection(asyncio.Protocol):
 
     def eof_received(self) -> None:
         self._parse()
+        self.reusable = False
+        if self._is_open_ended and self._at_s:
+            self._end(None)  # whether the answer is complete, its last event says
         self._end(ConnectionError("the server closed the connection before the answer was complete"))
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -195,8 +206,14 @@ class _Connection(asyncio.Protocol):
     # -- called by the parser ------------------------------------------------------------------------------------------
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if name.lower() == b"transfer-encoding" and value.strip().lower() == b"chunked":
-            self._is_streamed = True
+        match name.lower():
+            case b"transfer-encoding":
+                self._is_streamed = value.strip().lower() == b"chunked"
+                self._is_open_ended = False
+            case b"content-length":
+                self._is_open_ended = False
+            case b"content-encoding":
+                self._encoding = value.strip().lower()
 
     def on_body(self, part: bytes) -> None:
         self._parts.append(part)
