@@ -1,7 +1,7 @@
 """Takes the pictures of the chart's dashboards from a run of `pagemill up --dashboards` under a changing load.
 
-`make pictures` runs it. With `PICTURES_PROMETHEUS`, a URL of a Prometheus that has recorded another run (one with an
-operator on a cluster), it takes the pictures of the dashboards that have data there instead.
+`make pictures` runs it. With `PICTURES_PROMETHEUS`, the URL of a Prometheus that has recorded an operator on a cluster,
+it takes the picture of the operator's dashboard instead.
 """
 
 from __future__ import annotations
@@ -74,11 +74,9 @@ def served(folder: Path) -> Iterator[tuple[str, Prometheus]]:
 async def test_pictures_of_the_dashboards(look, tmp_path) -> None:
     looker = await look(viewport={"width": 1120, "height": 400}, color_scheme="light")
     if url := os.environ.get("PICTURES_PROMETHEUS"):
-        now = time.time()
-        server = Prometheus(url)
-        for name in sorted(path.stem for path in DASHBOARDS.glob("*.json")):
-            recorded = Recorded(server, now - sum(seconds for _, seconds in LOAD), now)
-            print(name, await draw(looker.page, name, recorded, PICTURES / f"{name}.png"), "panels")
+        recorded = Recorded(Prometheus(url), time.time() - sum(seconds for _, seconds in LOAD), time.time())
+        for name in CLUSTER_ONLY:
+            print(f"{name}: {await draw(looker.page, name, recorded, PICTURES / f'{name}.png')} panels")
         return
     with served(tmp_path) as (base, server):
         start = time.time()
