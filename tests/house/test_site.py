@@ -105,8 +105,8 @@ def test_the_site_holds_every_page_and_nothing_from_outside(checkout: Path) -> N
             r"<(?:script|img|link|iframe)\b[^>]*\b(?:src|href)=\"?(https?://[^\" >]+)", page.read_text()
         )
         assert assets == [], page
-    pages = [path.relative_to(ROOT / "docs").with_suffix("") for path in (ROOT / "docs").rglob("*.md")]
-    pages = [str(page) for page in pages if page.name != "README"]
+    paths = [path for path in (ROOT / "docs").rglob("*.md") if path.name != "README.md"]
+    pages = [str(path.relative_to(ROOT / "docs").with_suffix("")) for path in paths]
     assert len(pages) > 100
     listed = (site / "llms.txt").read_text()
     assert [page for page in pages if page not in listed] == []
