@@ -101,8 +101,8 @@ browser: .venv/.installed $(BROWSER_ENV)/.installed ## Test the live page in Deb
 	$(BROWSER_TESTS) tests/gateway/browser/check_page.py
 
 .PHONY: pictures
-pictures: .venv/.installed $(BROWSER_ENV)/.installed ## Take the pictures of the live page, and measure it (needs chromium and npm)
-	$(BROWSER_TESTS) -s tests/gateway/browser/take_pictures.py
+pictures: .venv/.installed $(BROWSER_ENV)/.installed ## Take the pictures of page and dashboards, and measure the page (needs chromium, npm, prometheus)
+	$(BROWSER_TESTS) -s tests/gateway/browser/take_pictures.py tests/gateway/browser/take_dashboards.py
 
 .PHONY: older-triton
 older-triton: .venv/.installed | $(UV) ## Compile the hot kernels with the oldest Triton that is supported; no GPU is needed

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import io
+import itertools
 import json
 import random
+import statistics
 from xml.etree import ElementTree
 
 import pytest
 
 from pagemill.bench.comparing import differences
+from pagemill.bench.conversations import BenchConversation, BenchTurn, BenchWorkload
 from pagemill.bench.exchange import read_events
 from pagemill.bench.plots import as_svg, as_text, charts_of
+from pagemill.bench.printing import CLEAR, ProgressLine
 from pagemill.bench.results import Measured, Result
 from pagemill.bench.samples import BenchRun, BenchSample, LatencyLimits, figures
-from pagemill.bench.sending import Load
+from pagemill.bench.sending import Load, _beginnings
 from pagemill.bench.sweeping import Point, highest_good, saturation, sweep_clients, sweep_rates
 
 DONE = b"data: [DONE]\n\n"
@@ -146,6 +151,36 @@ async def test_rates_are_tried_around_the_saturation() -> None:
     assert good is not None
     assert good.load.rate_per_s == 34
     assert highest_good(points, LatencyLimits(ttft=0.01)) is None
+
+
+def test_arrivals_at_a_rate_have_its_mean_and_bursts_where_asked() -> None:
+    """A gamma process: the standard deviation of its gaps is their mean divided by the root of the shape."""
+    workload = BenchWorkload("", [])
+    for burstiness, spread in ((0.25, 2.0), (1.0, 1.0), (100.0, 0.1)):
+        times = list(itertools.islice(_beginnings(workload, Load(rate_per_s=4.0, burstiness=burstiness), 5), 20_001))
+        gaps = [late - early for early, late in itertools.pairwise(times)]
+        assert times[0] == 0.0
+        assert statistics.mean(gaps) == pytest.approx(0.25, rel=0.06)
+        assert statistics.stdev(gaps) == pytest.approx(0.25 * spread, rel=0.06)
+        again = _beginnings(workload, Load(rate_per_s=4.0, burstiness=burstiness), 5)
+        assert list(itertools.islice(again, 9)) == times[:9]
+
+
+def test_recorded_times_are_the_arrivals() -> None:
+    talks = [BenchConversation([BenchTurn("a", 1)], at_s=at_s) for at_s in (0.0, 1.5, 1.6)]
+    assert list(_beginnings(BenchWorkload("", talks), Load(), 0)) == [0.0, 1.5, 1.6]
+
+
+def test_progress_is_one_line_on_a_terminal_and_nothing_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    for is_terminal in (True, False):
+        stream = io.StringIO()
+        stream.isatty = lambda shown=is_terminal: shown  # type: ignore[method-assign, misc]
+        monkeypatch.setattr("sys.stderr", stream)
+        show = ProgressLine("4 clients", 10)
+        show(BenchRun([sample(0.1, 0.0)] * 3, ["busy"]), 2)
+        show(BenchRun(), 0)
+        line = f"{CLEAR}4 clients: 4 of 10 requests, 2 running, 1 failed{CLEAR}"
+        assert stream.getvalue() == (line if is_terminal else "")
 
 
 # -- plots -------------------------------------------------------------------------------------------------------------

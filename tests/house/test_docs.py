@@ -92,6 +92,18 @@ def test_every_page_is_reachable_from_the_readme() -> None:
     assert {name(page) for page in PAGES} - {name(page) for page in seen} - {"SECURITY.md"} == set()
 
 
+def test_every_picture_is_shown_on_a_page_and_the_readme_has_one_of_page_and_dashboard() -> None:
+    shown = {
+        (page.parent / link).resolve()
+        for page in [ROOT / "README.md", *PAGES]
+        for link in re.findall(r"!\[[^\]]+\]\(([^)\s]+)\)", page.read_text())
+    }
+    assert set((ROOT / "docs" / "pictures").iterdir()) - shown == set()
+    readme = (ROOT / "README.md").read_text()
+    assert "docs/pictures/fleet.png" in readme
+    assert "docs/pictures/pagemill-fleet.png" in readme
+
+
 def test_every_command_in_the_docs_is_run_by_a_test() -> None:
     assert commands()
     assert [line for line in commands() if not line.startswith(tuple(COVERED))] == []

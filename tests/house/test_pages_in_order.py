@@ -27,6 +27,7 @@ ELSEWHERE = (
     Elsewhere(r": (?:.*\n)*(?:kubectl|helm) ", "a cluster", "e2e/helm_howto"),
     Elsewhere(r"--retry-connrefused", "the port that kubectl forwards", "e2e/helm_howto"),
     Elsewhere(r"docker build", "Docker and a registry", "e2e/helm_howto"),
+    Elsewhere(r"make (up|down)-kubernetes", "root, and an hour for the first cluster", "e2e/up_kubernetes"),
     Elsewhere(r"make e2e|e2e/cluster|apt-get", "root, and an hour for the first cluster", ".ci/run"),
     Elsewhere(r"pagemill why", "a deployment that scales", "tests/cli/test_up_session.py"),
     Elsewhere(r"redis-cli", "Redis with keys of the reader", "tests/gateway/test_keys_howto.py"),

@@ -6,6 +6,7 @@ The builds need MkDocs, which `make site` installs apart from the project; witho
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -104,9 +105,16 @@ def test_the_site_holds_every_page_and_nothing_from_outside(checkout: Path) -> N
             r"<(?:script|img|link|iframe)\b[^>]*\b(?:src|href)=\"?(https?://[^\" >]+)", page.read_text()
         )
         assert assets == [], page
+    paths = [path for path in (ROOT / "docs").rglob("*.md") if path.name != "README.md"]
+    pages = [str(path.relative_to(ROOT / "docs").with_suffix("")) for path in paths]
+    assert len(pages) > 100
     listed = (site / "llms.txt").read_text()
-    assert "come-from-ollama" in listed
-    assert "come-from-llm-d" in listed
+    assert [page for page in pages if page not in listed] == []
+    index = json.loads((site / "search" / "search_index.json").read_text())
+    found = {entry["location"].partition("#")[0].rstrip("/") for entry in index["docs"]}
+    assert [page for page in pages if page not in found] == []
+    for picture in (ROOT / "docs" / "pictures").iterdir():
+        assert (site / "pictures" / picture.name).exists()
 
 
 @needs_mkdocs

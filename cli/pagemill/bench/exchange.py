@@ -1,5 +1,7 @@
 """Streamed requests over HTTP/1.1 with exact arrival times, at little cost: bytes are kept, and read after the answer.
 
+Of what comes while an answer is streamed, only the time is noted; HTTP is parsed where the answer may have ended.
+
 `pagemill.client` is the client for people. Here, what a measurement costs adds to what it measures. Server-sent events:
 WHATWG HTML, section 9.2.
 """
@@ -19,6 +21,8 @@ import msgspec
 CONNECT_TIMEOUT_S = 10.0
 MAX_ANSWER_BYTES = 256 * 1024 * 1024
 MOST_OF_AN_ERROR = 300
+NULL = msgspec.Raw(b"null")
+END = b"\r\n\r\n"
 
 
 class TokenUsage(msgspec.Struct):
@@ -124,6 +128,12 @@ class _Connection(asyncio.Protocol):
 
     def _begin(self) -> None:
         self._parser = httptools.HttpResponseParser(self)
+        self._reads: list[tuple[float, bytes]] = []
+        """What has come and was not parsed yet."""
+        self._is_streamed = False
+        self._is_open_ended = True
+        """Whether the answer ends with its connection."""
+        self._encoding = b""
         self._parts: list[bytes] = []
         self._at_s: list[float] = []
         self._num_bytes = 0
@@ -142,6 +152,11 @@ class _Connection(asyncio.Protocol):
             raise
 
     def answer(self) -> StreamedAnswer:
+        if self._encoding not in (b"", b"identity"):
+            name = self._encoding.decode(errors="replace")
+            return StreamedAnswer(
+                error=f"The server's answer is compressed ({name}), and no compression was asked for."
+            )
         status = self._parser.get_status_code()
         if status != 200:
             return StreamedAnswer(error=_refused(status, b"".join(self._parts)))
@@ -158,26 +173,49 @@ class _Connection(asyncio.Protocol):
         self._transport = transport  # type: ignore[assignment]
 
     def data_received(self, data: bytes) -> None:
-        self._now_s = time.perf_counter()
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserError as error:
-            self._end(error)
+        self._reads.append((time.perf_counter(), data))
+        self._num_bytes += len(data)
+        # A chunked answer ends with an empty line, which other chunks of events seldom do. Only a read of less than
+        # four bytes may hold a part of it.
+        if not self._is_streamed or data.endswith(END) or len(data) < len(END) or self._num_bytes > MAX_ANSWER_BYTES:
+            self._parse()
 
     def eof_received(self) -> None:
+        self._parse()
+        self.reusable = False
+        if self._is_open_ended and self._at_s:
+            self._end(None)  # whether the answer is complete, its last event says
         self._end(ConnectionError("the server closed the connection before the answer was complete"))
 
     def connection_lost(self, error: Exception | None) -> None:
+        self._parse()
         self.reusable = False
         self._end(error or ConnectionError("the server closed the connection before the answer was complete"))
 
-    # -- called by the parser ------------------------------------------------------------------------------------------
-
-    def on_body(self, part: bytes) -> None:
-        self._num_bytes += len(part)
+    def _parse(self) -> None:
+        """Read as HTTP what has come."""
+        reads, self._reads = self._reads, []
+        try:
+            for self._now_s, data in reads:
+                self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self._end(error)
         if self._num_bytes > MAX_ANSWER_BYTES:
             self._end(ConnectionError(f"the answer has more than {MAX_ANSWER_BYTES} bytes"))
-            return
+
+    # -- called by the parser ------------------------------------------------------------------------------------------
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        match name.lower():
+            case b"transfer-encoding":
+                self._is_streamed = value.strip().lower() == b"chunked"
+                self._is_open_ended = False
+            case b"content-length":
+                self._is_open_ended = False
+            case b"content-encoding":
+                self._encoding = value.strip().lower()
+
+    def on_body(self, part: bytes) -> None:
         self._parts.append(part)
         self._at_s.append(self._now_s)
 
@@ -196,44 +234,72 @@ class _Connection(asyncio.Protocol):
 
 
 _decoder = msgspec.json.Decoder(_Event)
+_decoder_of_all = msgspec.json.Decoder(list[_Event])
 
 
 def read_events(parts: Sequence[bytes], at_s: Sequence[float]) -> StreamedAnswer:
     """Return the answer of a stream's bytes. An event came with the part that has the end of its line."""
-    texts: list[str] = []
-    arrivals: list[float] = []
-    usage, rest, is_done = TokenUsage(), b"", False
-    for part, now_s in zip(parts, at_s, strict=True):
+    found: list[bytes] = []
+    came_with: list[int] = []
+    rest, is_done = b"", False
+    for number, part in enumerate(parts):
         *lines, rest = (rest + part).split(b"\n")
-        came = False
         for line in lines:
             if not line.startswith(b"data:"):
                 continue  # comments keep the connection alive; blank lines end events
             data = line[5:].strip()
             if data == b"[DONE]":
                 is_done = True
-                continue
-            try:
-                event = _decoder.decode(data)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                return StreamedAnswer(error=f"The server sent an event that cannot be read ({error}): {data[:80]!r}")
-            if event.error:
-                return StreamedAnswer(error=_refused(0, data))
-            usage = event.usage or usage
-            for choice in event.choices[:1]:
-                delta = choice.delta
-                text = delta.content or ""
-                texts.append(text)
-                came = came or bool(
-                    text or delta.reasoning_content or delta.reasoning or delta.tool_calls or choice.finish_reason
-                )
-        if came:
-            arrivals.append(now_s)
+            else:
+                found.append(data)
+                came_with.append(number)
+    try:
+        events = _decoded(found)
+    except _UnreadableEvent as error:
+        return StreamedAnswer(error=str(error))
+    return _answer(events, came_with, at_s, is_done)
+
+
+def _answer(events: Sequence[_Event], came_with: Sequence[int], at_s: Sequence[float], is_done: bool) -> StreamedAnswer:
+    texts: list[str] = []
+    arrivals: dict[int, float] = {}
+    usage = TokenUsage()
+    for event, number in zip(events, came_with, strict=True):
+        if event.error and event.error != NULL:
+            return StreamedAnswer(error=_refused(0, b'{"error": %s}' % bytes(event.error)))
+        usage = event.usage or usage
+        for choice in event.choices[:1]:
+            delta = choice.delta
+            text = delta.content or ""
+            texts.append(text)
+            if text or delta.reasoning_content or delta.reasoning or delta.tool_calls or choice.finish_reason:
+                arrivals[number] = at_s[number]  # what comes in one part is one arrival
     if not is_done:
         return StreamedAnswer(error="The server ended the stream before the answer was complete.")
     if not arrivals:
         return StreamedAnswer(error="The server ended the answer without any text.")
-    return StreamedAnswer("".join(texts), arrivals, usage)
+    return StreamedAnswer("".join(texts), [*arrivals.values()], usage)
+
+
+class _UnreadableEvent(Exception):
+    pass
+
+
+def _decoded(found: Sequence[bytes]) -> list[_Event]:
+    """Return the events: all at once, which takes half as long as one by one, where each is valid."""
+    try:
+        events = _decoder_of_all.decode(b"[%s]" % b",".join(found))
+        if len(events) == len(found):
+            return events
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        pass
+    events = []
+    for data in found:
+        try:
+            events.append(_decoder.decode(data))
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise _UnreadableEvent(f"The server sent an event that cannot be read ({error}): {data[:80]!r}") from None
+    return events
 
 
 def _refused(status: int, body: bytes) -> str:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pagemill.bench.comparing import Difference
 from pagemill.bench.plots import as_text, charts_of
 from pagemill.bench.results import Result
 from pagemill.bench.samples import LATENCIES, PERCENTILES, BenchRun, LatencyLimits
 from pagemill.bench.sweeping import GOOD_SHARE, Point
 from pagemill.columns import columns
+
+if TYPE_CHECKING:
+    # numpy's threads, which it starts, would be part of what a measurement costs.
+    from pagemill.bench.comparing import Difference
 
 CLEAR = "\r\x1b[K"
 

@@ -8,6 +8,7 @@ import asyncio
 import json
 import subprocess
 import sys
+from decimal import ROUND_HALF_UP, Decimal
 from typing import Any
 
 import msgspec
@@ -59,6 +60,16 @@ async def chat(looker: Any, text: str) -> None:
     await looker.page.get_by_label("Message", exact=True).fill(text)
     await looker.page.get_by_role("button", name="Send").click()
     await looker.sees("in all", "[role=status]")
+
+
+def decimal(value: float, digits: int) -> str:
+    """Return a number as the page writes it."""
+    rounded = Decimal(str(value)).quantize(Decimal(10) ** -digits, ROUND_HALF_UP)
+    return f"{rounded:,f}".rstrip("0").rstrip(".") if digits else f"{rounded:,f}"
+
+
+def shown_ms(value: float | None, digits: int) -> str:
+    return "without bound" if value is None else f"{decimal(value, digits)} ms"
 
 
 async def test_every_view_shows_real_engines(real, look) -> None:
@@ -137,18 +148,20 @@ async def test_the_request_as_curl_and_in_python_is_the_same_request(real, gatew
         name: await looker.page.get_by_label(label).text_content()
         for name, label in (("curl", "The request as curl"), ("python", "The request in Python"))
     }
+
+    async def run(*argv: str) -> str:
+        done = await asyncio.to_thread(subprocess.run, argv, capture_output=True, text=True, check=True)
+        return done.stdout
+
+    # All but the first find the prompt in the cache, with which sums are rounded differently.
+    await run("bash", "-c", shown["curl"])
     await chat(looker, text)
     answer = await looker.page.locator(".message").nth(1).locator("div").first.text_content()
     assert answer
-    curl = await asyncio.to_thread(
-        subprocess.run, ["bash", "-c", shown["curl"]], capture_output=True, text=True, check=True
-    )
-    chunks = [json.loads(line[6:]) for line in curl.stdout.splitlines() if line.startswith("data: {")]
+    curl = await run("bash", "-c", shown["curl"])
+    chunks = [json.loads(line[6:]) for line in curl.splitlines() if line.startswith("data: {")]
     assert "".join(each["choices"][0]["delta"].get("content") or "" for each in chunks if each["choices"]) == answer
-    python = await asyncio.to_thread(
-        subprocess.run, [sys.executable, "-c", shown["python"]], capture_output=True, text=True, check=True
-    )
-    assert python.stdout.strip() == answer.strip()
+    assert (await run(sys.executable, "-c", shown["python"])).strip() == answer.strip()
 
 
 async def test_a_conversation_goes_on_with_the_result_of_a_tool(real, gateways, look) -> None:
@@ -176,6 +189,7 @@ async def test_a_conversation_goes_on_with_the_result_of_a_tool(real, gateways, 
     assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("weather", {"city": "Rome"})
     assert result == {"role": "tool", "tool_call_id": call["id"], "content": HOSTILE}
     await looker.sees("Result of weather", ".message h3")
+    assert HOSTILE in await looker.page.locator(".message").nth(2).inner_text()
     await looker.page.locator(".message").nth(3).wait_for()
     await looker.sees("in all", "[role=status]")
     assert await injected(looker) == 0
@@ -190,9 +204,26 @@ async def test_the_what_if_predicts_from_what_engines_measure(real, gateways, lo
     await looker.has_ready(1)
     await looker.page.get_by_role("link", name="What if").click()
     await looker.sees("Predicted latencies")
-    await looker.page.get_by_label("Replicas").fill("3")
+    await looker.page.get_by_label("Requests per second").fill("0.02")
+    async with looker.page.expect_response("**/ui/what-if?*replicas=3&requests_per_s=0.02*") as answered:
+        await looker.page.get_by_label("Replicas").fill("3")
+    answer = await (await answered.value).json()
     await looker.sees("3 (asked)", "td")
-    await looker.sees("3 replicas at", "[role=status]")
+    shown = [each.split("\t") for each in await looker.page.locator("tbody tr").all_inner_texts()]
+    assert [[each[0].removesuffix(" (asked)"), *each[1:4]] for each in shown] == [
+        [
+            str(row["replicas"]),
+            shown_ms(row["ttft_ms"], 0),
+            shown_ms(row["tpot_ms"], 1),
+            decimal(row["most_requests_per_s"], 2),
+        ]
+        for row in answer["rows"]
+    ]
+    (asked,) = (row for row in answer["rows"] if row["replicas"] == 3)
+    assert None not in asked.values()
+    await looker.sees(f"3 replicas at {decimal(answer['asked']['requests_per_s'], 2)} requests/s: ", "[role=status]")
+    await looker.sees(f"first token within {shown_ms(asked['ttft_ms'], 0)}, ", "[role=status]")
+    await looker.sees(f"Now: {answer['now']['replicas']} ready, ")
     await looker.page.get_by_label("Requests per second").fill("100000")
     await looker.sees("without bound", "td")
     await looker.page.get_by_label("Tokens of a prompt").fill("100000")
@@ -203,26 +234,45 @@ async def test_the_what_if_predicts_from_what_engines_measure(real, gateways, lo
 
 async def test_scaling_decisions_are_shown_as_they_come(engines, gateways, look) -> None:
     gateway = await gateways(*engines)
-    looker = await look()
+    looker = await look(timezone_id="Asia/Tokyo")
     await looker.open(gateway.url, "scaling")
     await looker.sees("has reported no decision yet")
-    await tell_decision(gateway, message="3.00 requests/s need 2 replicas")
-    await looker.sees("1 → 2 replicas, ScaledUp. 3.00 requests/s need 2 replicas", "summary")
-    await looker.page.locator("summary").first.focus()
+    goals = [ScalingGoal(name="slo", needed=5, reason="3.00 requests/s need 5"), ScalingGoal(name="kv", needed=4)]
+    await tell_decision(
+        gateway, replicas_before=3, replicas=5, policy="headroom", message="the load needs 5", goals=goals
+    )
+    await looker.sees("29/11/2026, 19:00:00 default/d: 3 → 5 replicas, ScaledUp. the load needs 5", "summary")
+    later = {"time": "2026-11-29T10:00:09Z", "mode": "Advisory", "reason": "WithinTolerance", "message": "enough"}
+    await tell_decision(gateway, replicas_before=5, replicas=5, **later)
+    await looker.sees("default/d: stays at 5, WithinTolerance (Advisory: not carried out). enough", "summary")
+    summaries = looker.page.locator("summary")
+    assert ["stays" in each for each in await summaries.all_inner_texts()] == [True, False], "the newest comes first"
+    await summaries.nth(1).focus()
     await looker.page.keyboard.press("Enter")
-    await looker.sees("What each target asked for")
+    await looker.sees("What each target asked for", "details[open]")
+    await looker.sees("Policy headroom.", "details[open]")
+    rows = looker.page.locator("details[open] tbody tr")
+    assert await rows.all_inner_texts() == ["slo\t5\t3.00 requests/s need 5", "kv\t4\t–"]
 
 
 async def test_the_use_of_a_limit_is_shown_while_it_grows(engines, gateways, look) -> None:
-    keys = [f"{hash_key(ADMIN)} role=admin", f"{hash_key('user')} tenant=acme requests_per_minute=1000"]
-    gateway = await gateways(*engines, api_keys=keys)
+    limits = ("tenant=acme requests_per_minute=1000 concurrency=4", "tenant=beta models=tiny requests_per_minute=5")
+    keys = [f"{hash_key(key)} {each}" for key, each in zip(("user", "other"), limits, strict=True)]
+    gateway = await gateways(*engines, api_keys=[f"{hash_key(ADMIN)} role=admin", *keys])
     looker = await look()
     await looker.open(gateway.url, "keys")
     await looker.page.get_by_label("API key").fill(ADMIN)
     await looker.page.keyboard.press("Enter")
     await looker.sees("requests per minute: 0 of 1,000", "td")
     assert (await gateway.chat(headers={"Authorization": "Bearer user"})).status == 200
-    await looker.sees("requests per minute: 1 of 1,000", "td")
+    await looker.sees("requests per minute: 1 of 1,000 (0 %)", "td")
+    admin, acme, beta = (each.split("\t") for each in await looker.page.locator("tbody tr").all_inner_texts())
+    assert (admin[0], admin[2], admin[5]) == (f"key {hash_key(ADMIN)[:8]}", "none", "admin")
+    assert (acme[0], acme[1], acme[5]) == ("acme", "all", "–")
+    assert acme[2].split("\n")[1:3] == ["requests per minute: 1 of 1,000 (0 %)", "sequences at once: 0 of 4 (0 %)"]
+    assert (beta[0], beta[1], beta[2].strip()) == ("beta", "tiny", "requests per minute: 0 of 5 (0 %)")
+    meters = await looker.page.locator("meter").evaluate_all("all => all.map(each => [each.value, each.max])")
+    assert meters == [[1, 1000], [0, 4], [0, 5]]
 
 
 async def test_an_engine_that_dies_while_one_looks_is_shown(start_cluster, look) -> None:
