@@ -17,7 +17,7 @@ from pagemill_kernels.cpu import processor
 
 logger = logging.getLogger(__name__)
 
-ABI_VERSION = 30
+ABI_VERSION = 31
 PANEL = 16
 """Outputs of one panel of a packed weight."""
 ADAPTER_PANEL, ADAPTER_RANKS = 64, 8
@@ -246,6 +246,8 @@ _STATE_ROWS = (
     ("starts", c_void_p),
     ("sources", c_void_p),
     ("num_logged", c_void_p),
+    ("num_accepted", c_void_p),
+    ("num_proposed", c_void_p),
     ("write_starts", c_void_p),
     ("write_blocks", c_void_p),
     ("write_slots", c_void_p),
@@ -269,6 +271,7 @@ class ConvolutionArgs(ctypes.Structure):
         ("out", c_void_p),
         ("channels", c_int64),
         ("width", c_int64),
+        ("input_stride", c_int64),
         ("activated", c_int32),
         ("padding", c_int32),
     )
