@@ -83,6 +83,11 @@ def _find(config: EngineConfig, path: Path, spec: ModelSpec) -> DraftModel | Non
     draft_spec = load_model_spec(draft_path)
     if draft_spec.pooling is not None or draft_spec.decoder.head is None:
         raise _refused(f"`{settings.source}` generates no text. Name a model that does.")
+    if draft_spec.has_states:
+        raise _refused(
+            f"`{settings.source}` keeps recurrent states, which no draft model may have. Name a model without "
+            "recurrent layers."
+        )
     _check_vocabulary(settings.source, path, spec, draft_path, draft_spec)
     _check_context(settings.source, draft_spec, longest)
     alone = _alone(config, model=settings.source, quantization="none")
