@@ -79,8 +79,9 @@ MODELS_NOTES = """\
   elsewhere, with forms, choices and penalties. Ranks (`tensorParallel`) divide the heads of states, or the channels
   of a short convolution: logits of 2 to 4 ranks differ from one process's by at most 1.3e-5 of the largest (in all
   shapes but one by less than 1e-5), tokens are equal. Proposed tokens
-  (`speculative`) of every method are verified, and taken back by a shorter log. GGUF files, stages and `device: cuda`
-  are refused by name; layers for multi-token prediction are not loaded. Nemotron 3's experts over projected hidden
+  (`speculative`) of every method are verified, and taken back by a shorter log. The layer for
+  multi-token prediction of Qwen3.5 and Qwen3-Next (`mtp.*`) drafts with the method `mtp`; those of other hybrids are
+  not loaded. GGUF files, stages and `device: cuda` are refused by name. Nemotron 3's experts over projected hidden
   states (`moe_latent_size`) and other hybrids (Jamba and others) are refused, and the error names the key in the
   header.
 - **Rope scaling**: `linear`, `dynamic`, `llama3`, `yarn` and `longrope`. `linear`, `dynamic` and `yarn`
