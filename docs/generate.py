@@ -81,7 +81,8 @@ MODELS_NOTES = """\
   shapes but one by less than 1e-5), tokens are equal. Proposed tokens
   (`speculative`) of every method are verified, and taken back by a shorter log. The layer for
   multi-token prediction of Qwen3.5 and Qwen3-Next (`mtp.*`) drafts with the method `mtp`; those of other hybrids are
-  not loaded. GGUF files, stages and `device: cuda` are refused by name. Nemotron 3's experts over projected hidden
+  not loaded. Of GGUF files those of LFM2 and its mixtures (`lfm2`, `lfm2moe`) are read; those of other hybrids, stages
+  and `device: cuda` are refused by name. Nemotron 3's experts over projected hidden
   states (`moe_latent_size`) and other hybrids (Jamba and others) are refused, and the error names the key in the
   header.
 - **Rope scaling**: `linear`, `dynamic`, `llama3`, `yarn` and `longrope`. `linear`, `dynamic` and `yarn`
