@@ -121,7 +121,7 @@ def main() -> None:
                     ratios.append(served["auto"].tokens_per_s / served["off"].tokens_per_s)
                     per_step = served["auto"].tokens_per_step
                     equal = equal and served["auto"].answers == served["off"].answers
-                progress(f"batch {size}, {name}: {median(ratios):.2f}")
+                progress(f"batch {size}, {name}: {median(ratios):.2f}, {per_step:.2f} tokens a step")
                 found = {method: median(each) for method, each in speeds.items()}
                 work = f"batch {size}, {name}"
                 result[work] = {

@@ -77,11 +77,14 @@ def cache_kinds(
     total = num_blocks * sum(each.block_bytes for each in kinds if not each.state)
     if not kinds[-1].state:
         return divide(kinds, total, longest, config.step, config.block_size)
-    most_proposed = most_proposed_of(config, spec, total)
+    most_proposed, is_default = most_proposed_of(config, spec, total), config.speculative == SpeculationConfig()
     try:
         divided = divide(kinds_with(most_proposed), total, longest, config.step, config.block_size)
+        if is_default:
+            shares_memory = config.num_ranks == 1 and not draft_block_bytes
+            max_model_len_for(config, spec, divided, shares_memory=shares_memory)
     except LoadError:
-        if config.speculative != SpeculationConfig():
+        if not is_default:
             raise
         most_proposed = 0  # the default refuses nothing
         divided = divide(kinds, total, longest, config.step, config.block_size)
