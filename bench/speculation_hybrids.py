@@ -11,7 +11,7 @@ import tempfile
 import time
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -44,7 +44,8 @@ class Served(NamedTuple):
 def write_model(folder: Path, num_layers: int) -> None:
     torch.manual_seed(1)
     config = transformers.AutoConfig.for_model("qwen3_5_text", **SHAPE, num_hidden_layers=num_layers)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    models: Any = transformers.AutoModelForCausalLM
+    model = models.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
 
 

@@ -111,12 +111,13 @@ class Rows:
             np.array(proposed) if any(proposed) else None,
         )  # fmt: skip
         out: Tensor = self.op(*inputs, self.rule.weights, self.states, self.log, self.plan_states(batch))
-        return list(out.split(counts))
+        return list(torch.split(out, counts))
 
 
 def random_steps(draw: random.Random) -> Steps:
     """Return the steps of a row: a prompt, then decodes with as many proposed tokens as may be."""
-    steps, left = [], LENGTH
+    steps: Steps = []
+    left = LENGTH
     while left:
         own = min(left, draw.choice([1, 1, 1, 40]) if steps else draw.randint(1, 30))
         proposed = draw.choice([0, 1, 5, MOST]) if own == 1 else 0

@@ -285,9 +285,9 @@ def test_planted_faults_are_detected(fault: str, load: Load, monkeypatch: pytest
     spoil(hybrid.runner)
     admit, gather = StateRows.admit, StateRows.gather
 
-    def admitted(rows: StateRows, row: int, sequence: Any) -> None:
+    def admitted(rows: StateRows, row: int, sequence: Any, *, is_new: bool) -> None:
         slot = rows._slots[row]
-        admit(rows, row, sequence)
+        admit(rows, row, sequence, is_new=is_new)
         if not sequence.num_computed_tokens:
             rows._slots[row] = slot
 
