@@ -81,8 +81,11 @@ MODELS_NOTES = """\
   it one model for each kind of state gives the same bits in chunks, preempted, from the prefix cache and continued
   elsewhere, with forms, choices and penalties. Ranks (`tensorParallel`) divide the heads of states, or the channels
   of a short convolution: logits of 2 to 4 ranks differ from one process's by at most 1.3e-5 of the largest (in all
-  shapes but one by less than 1e-5), tokens are equal. GGUF files, proposed tokens, stages and `device: cuda` are
-  refused by name; layers for multi-token prediction are not loaded. Nemotron 3's experts over projected hidden
+  shapes but one by less than 1e-5), tokens are equal. Proposed tokens
+  (`speculative`) of every method are verified, and taken back by a shorter log. The layer for
+  multi-token prediction of Qwen3.5 and Qwen3-Next (`mtp.*`) drafts with the method `mtp`; those of other hybrids are
+  not loaded. Of GGUF files those of LFM2 and its mixtures (`lfm2`, `lfm2moe`) are read; those of other hybrids, stages
+  and `device: cuda` are refused by name. Nemotron 3's experts over projected hidden
   states (`moe_latent_size`) and other hybrids (Jamba and others) are refused, and the error names the key in the
   header.
 - **Rope scaling**: `linear`, `dynamic`, `llama3`, `yarn` and `longrope`. `linear`, `dynamic` and `yarn`

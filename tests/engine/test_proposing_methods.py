@@ -158,7 +158,7 @@ def test_an_unknown_method_is_refused() -> None:
     [
         ({"method": "ngram", "num_tokens": 16}, {}, "num_tokens is 16, but a step has 16 tokens"),
         ({"method": "auto", "num_tokens": 16}, {}, "num_tokens is 16"),
-        ({"method": "ngram"}, {"takes_back": False}, "has states that take back no token; set it to off"),
+        ({"method": "ngram"}, {"most_proposed": 0}, "keeps states without room for such tokens; set it to off"),
         ({"method": "ngram"}, {"stages": 2}, "runs in stages"),
     ],
 )
@@ -173,7 +173,7 @@ def test_proposals_that_cannot_be_verified_are_refused_before_ready(
 
 
 def test_the_default_leaves_such_engines_without_proposals(checking_runner: Make) -> None:
-    for info in ({"takes_back": False}, {"stages": 2}):
+    for info in ({"most_proposed": 0}, {"stages": 2}):
         runner = checking_runner(64, 16, 256, 50)
         runner.info = runner.info._replace(**info)
         assert EngineCore(EngineConfig(model="m"), runner)._proposals is None

@@ -171,9 +171,32 @@ def _own(config: Config, architecture: str) -> dict[str, Any]:
         clip = settings.get("clip_qkv")
         bound = {} if clip is None else {"attention.clamp_kqv": float(clip)}
         return {"attention.max_alibi_bias": float(settings["alibi_bias_max"]), **bound}
+    if architecture.startswith("lfm2"):
+        return _lfm2(config)
     if architecture == "olmoe":
         return {"expert_count": config["num_experts"], "expert_used_count": config["num_experts_per_tok"]}
     return {}
+
+
+def _lfm2(config: Config) -> dict[str, Any]:
+    """Layers of convolutions have no heads of keys and values."""
+    heads = [config["num_key_value_heads"] * (kind == "full_attention") for kind in config["layer_types"]]
+    keys = {
+        "attention.head_count_kv": heads,
+        "attention.layer_norm_rms_epsilon": config["norm_eps"],
+        "shortconv.l_cache": config["conv_L_cache"],
+    }
+    if "num_experts" in config:
+        return keys | {
+            "expert_count": config["num_experts"],
+            "expert_used_count": config["num_experts_per_tok"],
+            "expert_feed_forward_length": config["moe_intermediate_size"],
+            "leading_dense_block_count": config["num_dense_layers"],
+            "expert_gating_func": 2,
+        }
+    multiple = config["block_multiple_of"]
+    inner = int(config.get("block_ffn_dim_multiplier") or 1.0) * int(2 * config["intermediate_size"] / 3)
+    return keys | {"feed_forward_length": -(-inner // multiple) * multiple}
 
 
 def _deepseek2(config: Config) -> dict[str, Any]:
@@ -251,7 +274,7 @@ def _changed(architecture: str) -> Change:
         return lambda name, tensor, _: {name: tensor + 1 if name.endswith("norm.weight") else tensor}
     changes: dict[str, Change] = {
         "baichuan": _unpacked, "internlm2": _ungrouped, "bloom": _bloom, "gptneox": _by_part, "falcon": _falcon,
-        "gpt2": _turned, "deepseek2": _latent,
+        "gpt2": _turned, "deepseek2": _latent, "lfm2": _lfm2_tensors, "lfm2moe": _lfm2_tensors,
     }  # fmt: skip
     return changes.get(architecture, lambda name, tensor, _: {name: tensor})
 
@@ -304,6 +327,20 @@ def _falcon(name: str, tensor: Tensor, config: Config) -> dict[str, Tensor]:
     groups = config["num_kv_heads"] if config["new_decoder_architecture"] else 1
     rows = tensor.view(groups, heads // groups + 2, -1, tensor.shape[1])
     return {name: torch.cat([each.flatten(0, -2) for each in (rows[:, :-2], rows[:, -2], rows[:, -1])])}
+
+
+def _lfm2_tensors(name: str, tensor: Tensor, config: Config) -> dict[str, Tensor]:
+    of_experts = {
+        "feed_forward.expert_bias": "exp_probs_b.bias",
+        "feed_forward.gate.weight": "ffn_gate_inp.weight",
+        "experts.w1.weight": "ffn_gate_exps.weight",
+        "experts.w3.weight": "ffn_up_exps.weight",
+        "experts.w2.weight": "ffn_down_exps.weight",
+    }
+    for ending, short in of_experts.items():
+        if name.endswith(ending):
+            return {f"blk.{name.split('.')[2]}.{short}": tensor}
+    return {name: tensor.squeeze(1) if name.endswith("conv.conv.weight") else tensor}
 
 
 def _turned(name: str, tensor: Tensor, config: Config) -> dict[str, Tensor]:

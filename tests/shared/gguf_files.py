@@ -6,6 +6,7 @@ from typing import Any
 
 from expert_models import DEEPSEEK_V2, LATENT
 from family_models import FALCON, GPT2, LLAMA, MODELS, NEW, VARIANTS
+from hybrid_models import LFM2, LFM2_MOE, SHORT
 
 PROMPTS: list[list[int]] = [[3 + 7 * at % 190 for at in range(length)] for length in (1, 5, 40)]
 FALCON_GROUPED = {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2}
@@ -57,6 +58,12 @@ FILES: dict[str, tuple[str, tuple[str, dict[str, Any]]]] = {
     "command-r": ("command-r", VARIANTS["cohere"]),
     "command-r with norms of heads": ("command-r", VARIANTS["cohere with norms of heads"]),
     "nemotron": ("nemotron", VARIANTS["nemotron"]),
+    "lfm2": ("lfm2", SHORT["lfm2"]),
+    "lfm2 with another pattern": (
+        "lfm2",
+        ("Lfm2ForCausalLM", {**LFM2, "full_attn_idxs": [0, 2], "conv_L_cache": 4, "tie_word_embeddings": False}),
+    ),
+    "lfm2moe": ("lfm2moe", ("Lfm2MoeForCausalLM", {**LFM2_MOE, "tie_word_embeddings": True})),
     "deepseek2, V3": ("deepseek2", ("DeepseekV3ForCausalLM", LATENT | SAME_MAGNITUDE)),
     "deepseek2, V2": ("deepseek2", ("DeepseekV2ForCausalLM", DEEPSEEK_V2 | SAME_MAGNITUDE)),
     "deepseek2, V2-Lite": (

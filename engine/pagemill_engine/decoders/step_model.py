@@ -33,9 +33,10 @@ class StateArrays(NamedTuple):
     windows: Array
     """[slots, width - 1, channels]: the values before each state's boundary that a convolution reads."""
     log: Array
-    """[rows, tokens of a block, inputs_per_token]: the tokens since the state."""
+    """[rows, tokens of a block and as many as may be proposed, inputs_per_token]: the tokens since the state."""
     inputs: Array
-    """[rows, width - 1, channels]: the last values of each row."""
+    """[rows, width - 1 and as many as may be proposed, channels]: the last values of each row before the tokens that
+    were proposed in its last step, and those of these tokens."""
     vectors: Array | None = None
     """Keys and values of attention in the same layer."""
 

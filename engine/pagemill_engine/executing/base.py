@@ -64,8 +64,9 @@ class RunnerInfo(NamedTuple):
     """Raises `DeviceLostError` if what computes was lost while no step ran."""
     ranks: Callable[[], RankTimes | None] = lambda: None
     """Returns what its processes have computed; None: it is one."""
-    takes_back: bool = True
-    """Whether tokens that a step computed can be taken back: not if the model keeps states without the inputs since."""
+    most_proposed: int | None = None
+    """Most proposed tokens of a request that can be taken back: rows of recurrent layers have room for so many. None:
+    any number."""
     drafts: bool = False
     """Whether it drafts tokens behind a step (`StepPlan.drafts`)."""
     kinds: tuple[CacheKind, ...] = (FULL,)
@@ -87,6 +88,7 @@ class RunnerInfo(NamedTuple):
             kinds=cache.kinds,
             kind_blocks=counts,
             shares_memory=shares_memory and len(counts) > 1,
+            most_proposed=cache.most_proposed,
         )
 
 

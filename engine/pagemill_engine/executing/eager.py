@@ -107,7 +107,7 @@ class EagerRunner:
             if self._drafter is not None and is_new:
                 self._drafter.begin(row, admitted.num_computed_tokens)
             if self._states is not None:
-                self._states.admit(row, admitted)
+                self._states.admit(row, admitted, is_new=is_new)
             self._sampling.admit(row, admitted)
             if self._adapters is not None:
                 self._adapters.admit(row, admitted.adapter_digest)

@@ -199,13 +199,19 @@ class StateRows:
         self._boundaries = np.zeros(max_rows, dtype=np.int64)
         """Blocks behind which each row has its state."""
         self._slots = np.full(max_rows, zero_slot, dtype=np.int64)
+        self._num_known = np.zeros(max_rows, dtype=np.int64)
+        """Tokens of each row that its last step did not only propose, or with which the row began."""
         self._writes: dict[int, list[tuple[int, int]]] = {}
         """By row, the states that its next step writes: blocks behind which they are, and slots."""
 
-    def admit(self, row: int, admitted: AdmittedSequence) -> None:
+    def admit(self, row: int, admitted: AdmittedSequence, *, is_new: bool) -> None:
+        """`is_new`: whether the row begins; else it keeps its state, which accepted tokens may have passed by more than
+        a block."""
         first, block_ids = admitted.tables[-1].first, admitted.tables[-1].block_ids
-        boundary = admitted.num_computed_tokens // self._block_size
-        self._boundaries[row] = boundary
+        if is_new:
+            self._boundaries[row] = admitted.num_computed_tokens // self._block_size
+            self._num_known[row] = admitted.num_computed_tokens
+        boundary = int(self._boundaries[row])
         self._slots[row] = block_ids[boundary - 1 - first] if boundary else self._zero_slot
         behind = enumerate(block_ids, first + 1)
         self._writes[row] = [(number, slot) for number, slot in behind if number > boundary and slot >= 0]
@@ -219,7 +225,12 @@ class StateRows:
 
     def gather(self, inputs: StepInputs, num_computed: NDArray[np.int64]) -> StateBatch:
         """Return what a step reads and writes, and count it as written."""
-        rows, boundaries = inputs.rows, self._boundaries[inputs.rows]
+        rows, boundaries, computed = inputs.rows, self._boundaries[inputs.rows], num_computed[inputs.rows]
+        accepted, proposed = computed - self._num_known[rows], None
+        if inputs.num_proposed is not None:
+            proposed = np.zeros(len(rows), dtype=np.int64)
+            proposed[inputs.sampling] = inputs.num_proposed
+        self._num_known[rows] = inputs.seq_lens if proposed is None else inputs.seq_lens - proposed
         sources = self._slots[rows]
         writes: list[tuple[int, int, int]] = []
         for request, row in enumerate(rows.tolist()):
@@ -231,9 +242,11 @@ class StateRows:
             rows,
             inputs.query_start_loc,
             sources,
-            num_computed[rows] - boundaries * self._block_size,
+            computed - boundaries * self._block_size,
             np.array(writes, dtype=np.int64).reshape(-1, 3),
             self._block_size,
+            accepted if accepted.any() else None,
+            proposed,
         )
 
 

@@ -85,9 +85,11 @@ class KVCache:
         *,
         shares_memory: bool = False,
         max_rows: int = 0,
+        most_proposed: int | None = None,
     ) -> None:
         """Allocate the blocks of each of `cache_kinds`. `shares_memory`: whether memory may move between the first and
-        the last of them; each then has blocks for all of it. `max_rows`: rows with a log of recurrent layers."""
+        the last of them; each then has blocks for all of it. `max_rows`: rows with a log of recurrent layers, which
+        have room for `most_proposed` tokens that may be taken back."""
         self.cache_kinds = cache_kinds
         self._counts = [num_blocks] if isinstance(num_blocks, int) else list(num_blocks)
         shapes = spec.cache_shapes
@@ -101,7 +103,7 @@ class KVCache:
         self._states = {
             layer: each for layer, each in (spec.decoder.caches() if has_states else ()) if isinstance(each, StateSpec)
         }
-        self._max_rows = max_rows
+        self._max_rows, self._most_proposed = max_rows, most_proposed or 0
         self._types: list[KVType] = ["float32" if each.state else kind for each in cache_kinds]
         self._shapes: list[tuple[int, ...]] = [
             (heads, block_size, kinds.token_width(kind, size)) if heads else () for heads, size in shapes
@@ -113,7 +115,7 @@ class KVCache:
             for heads, size in map(shapes.__getitem__, layers)
         )
         if has_states:
-            of_rows = (each.num_row_values(block_size, 0) for each in self._states.values())
+            of_rows = (each.num_row_values(block_size, self._most_proposed) for each in self._states.values())
             num_values = self._counts[-1] * sum(each.num_values for each in self._states.values())
             self.num_bytes += (num_values + max_rows * sum(of_rows)) * STATE_VALUE_BYTES
         self.of_kinds: list[KindBlocks] = []
@@ -150,7 +152,8 @@ class KVCache:
 
     def _logs_of(self, spec: StateSpec) -> tuple[Array, Array]:
         """Return the logs of all rows of a recurrent layer, and the last inputs of its convolution."""
-        shapes = (self._block_size, spec.inputs_per_token), (spec.width - 1, spec.channels)
+        log_tokens, num_inputs = self._block_size + self._most_proposed, spec.width - 1 + self._most_proposed
+        shapes = (log_tokens, spec.inputs_per_token), (num_inputs, spec.channels)
         values = [_lazy_zeros((self._max_rows * math.prod(shape) * 4,)).view(np.float32) for shape in shapes]
         log, inputs = (each.reshape(self._max_rows, *shape) for each, shape in zip(values, shapes, strict=True))
         return log, inputs

@@ -37,10 +37,11 @@ def proposals_of(config: EngineConfig, info: RunnerInfo, ms_of: MsOf) -> Proposa
     if settings.method == "off" or info.pooling is not None:
         return None
     limit, is_chosen = config.step.max_num_batched_tokens, settings != SpeculationConfig()
-    if not info.takes_back or info.stages > 1:
+    most = settings.num_tokens if info.most_proposed is None else min(settings.num_tokens, info.most_proposed)
+    if not most or info.stages > 1:
         if not is_chosen or settings.method == "auto":
             return None
-        why = "runs in stages, several steps at once" if info.takes_back else "has states that take back no token"
+        why = "runs in stages, several steps at once" if most else "keeps states without room for such tokens"
         raise _refused(f"method {settings.method} needs a model that can verify tokens; this one {why}; set it to off")
     if is_chosen and settings.num_tokens >= limit:
         raise _refused(
@@ -55,8 +56,8 @@ def proposals_of(config: EngineConfig, info: RunnerInfo, ms_of: MsOf) -> Proposa
         methods.append(DraftMethod())
     if not config.enable_prefix_caching:  # then requests share nothing
         methods = [method for method in methods if not isinstance(method, RecentAnswers)]
-    rounds = Rounds(settings.num_tokens) if info.drafts else None
-    return Proposals(methods, settings.num_tokens, can_verify=info.can_verify, ms_of=ms_of, rounds=rounds)
+    rounds = Rounds(most) if info.drafts else None
+    return Proposals(methods, most, can_verify=info.can_verify, ms_of=ms_of, rounds=rounds)
 
 
 def _refused(what: str) -> LoadError:

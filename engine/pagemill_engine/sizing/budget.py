@@ -185,7 +185,8 @@ def activation_bytes(
             of_chunks = num_tokens * context_tokens * max(each.num_heads // each.num_kv_heads for each in attentions)
             of_decodes = gathered_tokens * max(each.num_heads for each in attentions)
             forward += SCORE_FLOATS * 4 * max(of_chunks, of_decodes)
-    forward += _state_bytes(num_tokens, num_rows, config.block_size, spec)
+    num_proposed = 0 if config.speculative.method == "off" else config.speculative.num_tokens
+    forward += _state_bytes(num_tokens, num_rows, config.block_size + num_proposed, spec)
     if spec.pooling is not None:
         return forward
     if not samples:
@@ -195,13 +196,13 @@ def activation_bytes(
     return max(forward, sampling) + rows
 
 
-def _state_bytes(num_tokens: int, num_rows: int, block_size: int, spec: ModelSpec) -> int:
+def _state_bytes(num_tokens: int, num_rows: int, log_tokens: int, spec: ModelSpec) -> int:
     """Return what the largest recurrent layer of a step takes: copies of the rows' states, and for each group of a
-    block the triangular system with its sides and their products."""
-    num_places = num_tokens + num_rows * block_size
+    block the triangular system with its sides and their products. `log_tokens`: most that a row has logged."""
+    num_places = num_tokens + num_rows * log_tokens
     sizes = (
         3 * num_rows * each.cache.num_values
-        + num_places * (8 * (each.channels + each.cache.inputs_per_token) + 4 * block_size * each.num_value_heads)
+        + num_places * (8 * (each.channels + each.cache.inputs_per_token) + 4 * log_tokens * each.num_value_heads)
         for each in spec.decoder.recurrent()
     )
     return 4 * max(sizes, default=0)

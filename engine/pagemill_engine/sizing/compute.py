@@ -155,7 +155,6 @@ def check_recurrent(config: EngineConfig, spec: ModelSpec) -> None:
     for field, value, wanted in (
         ("device", config.device, "cpu"),
         ("pipeline_parallel_size", config.pipeline_parallel_size, 1),
-        ("speculative.method", config.speculative.method, "off"),
     ):
         if value not in (wanted, "auto") or (field == "device" and value == "auto" and _has_gpu()):
             raise LoadError(

@@ -51,10 +51,13 @@ class DraftModel(NamedTuple):
 def find_draft(config: EngineConfig, path: Path, spec: ModelSpec, *, on_gpu: bool) -> DraftModel | None:
     """Return what drafts by the settings, or None if nothing does. `path`, `spec`: the model that verifies.
 
-    With `auto` the model's own layer drafts, where it has one that can be used. Raises `LoadError` and `SourceError`,
-    which name the setting and the remedy.
+    With `auto` the model's own layer drafts, where it has one that can be used; not that of a hybrid, since memory does
+    not move between cache kinds beside a head. Raises `LoadError` and `SourceError`, which name the setting and the
+    remedy.
     """
     settings = config.speculative
+    if settings.method == "auto" and spec.has_states:
+        return None
     if settings.method == "auto":
         try:
             return None if on_gpu else _find(config, path, spec)
@@ -83,6 +86,11 @@ def _find(config: EngineConfig, path: Path, spec: ModelSpec) -> DraftModel | Non
     draft_spec = load_model_spec(draft_path)
     if draft_spec.pooling is not None or draft_spec.decoder.head is None:
         raise _refused(f"`{settings.source}` generates no text. Name a model that does.")
+    if draft_spec.has_states:
+        raise _refused(
+            f"`{settings.source}` keeps recurrent states, which no draft model may have. Name a model without "
+            "recurrent layers."
+        )
     _check_vocabulary(settings.source, path, spec, draft_path, draft_spec)
     _check_context(settings.source, draft_spec, longest)
     alone = _alone(config, model=settings.source, quantization="none")

@@ -11,11 +11,12 @@ from typing import NamedTuple
 
 import msgspec
 
-from pagemill_engine.config import EngineConfig, StepLimits
+from pagemill_engine.config import EngineConfig, SpeculationConfig, StepLimits
 from pagemill_engine.sizing.budget import keeps_nothing
 from pagemill_engine.weights.errors import LoadError
 from pagemill_kernels.kv_store.kinds import ITEM_BYTES, KVType, token_bytes
-from pagemill_models.spec.model_spec import ModelSpec, kinds_of
+from pagemill_models.declaration.caches import StateSpec
+from pagemill_models.spec.model_spec import STATE_VALUE_BYTES, ModelSpec, kinds_of
 from pagemill_protocol.report.cache_kinds import (
     ANY_LENGTH,
     CacheKind,
@@ -27,12 +28,16 @@ from pagemill_protocol.report.cache_kinds import (
 
 USUAL_TOKENS = 4096
 """Tokens of the sequences for which memory is divided among kinds, unless the model's are shorter."""
+PROPOSED_SHARE = 8
+"""By default proposed tokens of recurrent layers get one part in so many of the cache."""
 
 
 class CacheBlocks(NamedTuple):
     kinds: tuple[CacheKind, ...]
     counts: tuple[int, ...]
     """Blocks of each kind."""
+    most_proposed: int | None = None
+    """Proposed tokens of a request for which rows have room; None: for any number, as no layer is recurrent."""
 
     @property
     def num_bytes(self) -> int:
@@ -57,13 +62,49 @@ def cache_kinds(
     `draft_block_bytes`: what a draft model keeps beside each block of the first kind, which keeps everything.
     """
     longest = min(config.max_model_len or spec.max_position_embeddings, spec.max_position_embeddings)
-    kinds = kinds_of(spec.decoder, config.block_size, lambda values: token_bytes(kind, values), longest)
+
+    def kinds_with(most_proposed: int) -> list[CacheKind]:
+        kinds = kinds_of(
+            spec.decoder, config.block_size, lambda values: token_bytes(kind, values), longest, most_proposed
+        )
+        if draft_block_bytes:
+            kinds[0] = msgspec.structs.replace(kinds[0], block_bytes=kinds[0].block_bytes + draft_block_bytes)
+        return kinds
+
+    kinds = kinds_with(0)
     if keeps_nothing(spec):
         return CacheBlocks((one_kind(kinds),), (num_blocks,))
-    if draft_block_bytes:
-        kinds[0] = msgspec.structs.replace(kinds[0], block_bytes=kinds[0].block_bytes + draft_block_bytes)
     total = num_blocks * sum(each.block_bytes for each in kinds if not each.state)
-    return divide(kinds, total, longest, config.step, config.block_size)
+    if not kinds[-1].state:
+        return divide(kinds, total, longest, config.step, config.block_size)
+    most_proposed, is_default = most_proposed_of(config, spec, total), config.speculative == SpeculationConfig()
+    try:
+        divided = divide(kinds_with(most_proposed), total, longest, config.step, config.block_size)
+        if is_default:
+            shares_memory = config.num_ranks == 1 and not draft_block_bytes
+            max_model_len_for(config, spec, divided, shares_memory=shares_memory)
+    except LoadError:
+        if not is_default:
+            raise
+        most_proposed = 0  # the default refuses nothing
+        divided = divide(kinds, total, longest, config.step, config.block_size)
+    return divided._replace(most_proposed=most_proposed)
+
+
+def most_proposed_of(config: EngineConfig, spec: ModelSpec, total: int) -> int:
+    """Return for how many proposed tokens of a request the rows of recurrent layers have room, in a cache of `total`
+    bytes.
+
+    By default, which proposes only what some clients predict, these take a small part of the cache.
+    """
+    settings = config.speculative
+    if settings.method == "off" or spec.pooling is not None or config.pipeline_parallel_size > 1:
+        return 0
+    if settings != SpeculationConfig():
+        return settings.num_tokens
+    states = (cache for _, cache in spec.decoder.caches() if isinstance(cache, StateSpec))
+    of_token = STATE_VALUE_BYTES * sum(cache.inputs_per_token + cache.channels for cache in states)
+    return min(settings.num_tokens, total // PROPOSED_SHARE // (config.step.max_num_seqs * of_token))
 
 
 def divide(kinds: Sequence[CacheKind], total: int, longest: int, step: StepLimits, block_size: int) -> CacheBlocks:

@@ -62,9 +62,9 @@ def _runner(files: ModelFiles, prepared: PreparedModel) -> Runner:
     kv_type = compute.kv_dtype
     max_rows = config.step.max_num_seqs
     kv_cache = KVCache(
-        spec, cache.counts, config.block_size, kv_type, cache.kinds, shares_memory=shares_memory, max_rows=max_rows
-    )
-    info = info._replace(takes_back=not spec.has_states)
+        spec, cache.counts, config.block_size, kv_type, cache.kinds, shares_memory=shares_memory, max_rows=max_rows,
+        most_proposed=cache.most_proposed,
+    )  # fmt: skip
     if spec.pooling is None:
         adapters = None
         if config.enable_lora:

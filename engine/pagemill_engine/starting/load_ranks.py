@@ -212,7 +212,7 @@ def first_rank(
     info: RunnerInfo,
 ) -> EagerRunner:
     """Return the runner of rank 0's part. `spec`, `weights`: of the whole model."""
-    rows, info = None, info._replace(takes_back=not spec.has_states)
+    rows = None
     if config.enable_lora:
         store = _store(config, compute, spec, part, weights)
         info, rows = info._replace(serves_adapters=True, adapters=store), _rows(config, compute, part, store)
@@ -303,8 +303,9 @@ def load_part(
         model = AskingModel(model, divided) if group.rank == 0 else AnsweringModel(model, divided)
     kinds = [msgspec.structs.replace(kind, layers=_within(kind.layers, place.layers)) for kind in blocks.kinds]
     cache = KVCache(
-        part.spec, blocks.counts, config.block_size, compute.kv_dtype, kinds, max_rows=config.step.max_num_seqs
-    )
+        part.spec, blocks.counts, config.block_size, compute.kv_dtype, kinds, max_rows=config.step.max_num_seqs,
+        most_proposed=blocks.most_proposed,
+    )  # fmt: skip
     return LoadedPart(model, cache, blocks, max_model_len)
 
 

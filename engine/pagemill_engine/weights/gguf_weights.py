@@ -151,6 +151,8 @@ class GGUFWeights:
         name, shape = self._names.hugging_face_name(tensor.name), tensor.shape
         if name.endswith(_SINGLE_ROW) and len(shape) == 1:
             tensor = tensor._replace(shape=(1, *shape))
+        if len(shape) == 2 and self._names.is_convolution(tensor.name):
+            tensor = tensor._replace(shape=(shape[0], 1, shape[1]))
         if "*" not in name:
             yield name, tensor
             return

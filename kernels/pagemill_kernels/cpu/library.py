@@ -298,6 +298,8 @@ _STATE_ROWS = (
     ("starts", c_void_p),
     ("sources", c_void_p),
     ("num_logged", c_void_p),
+    ("num_accepted", c_void_p),
+    ("num_proposed", c_void_p),
     ("write_starts", c_void_p),
     ("write_blocks", c_void_p),
     ("write_slots", c_void_p),
@@ -321,6 +323,7 @@ class ConvolutionArgs(ctypes.Structure):
         ("out", c_void_p),
         ("channels", c_int64),
         ("width", c_int64),
+        ("input_stride", c_int64),
         ("activated", c_int32),
         ("padding", c_int32),
     )

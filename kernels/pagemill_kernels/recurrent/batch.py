@@ -24,6 +24,11 @@ class StateBatch(NamedTuple):
     writes: Ints
     """[states to write, 3]: request, blocks behind its state, slot. Of a request they rise."""
     block_size: int
+    num_accepted: Ints | None = None
+    """[requests]: of the tokens that were proposed in their last steps, those that they keep, which are the last of
+    their logs; None: no request has some."""
+    num_proposed: Ints | None = None
+    """[requests]: of their tokens, the last ones, which the next step may take back; None: no request has some."""
 
     @property
     def write_starts(self) -> Ints:

@@ -28,6 +28,9 @@ class NativeStates:
             "write_blocks": blocks,
             "write_slots": slots,
         }
+        for name, counts in (("num_accepted", batch.num_accepted), ("num_proposed", batch.num_proposed)):
+            if counts is not None:
+                self._arrays[name] = counts
         self._addresses = {name: address(array) for name, array in self._arrays.items()}
 
     def arguments(self, x: Array, slots: Array) -> Mapping[str, int]:
@@ -57,6 +60,7 @@ def causal_convolution(
         out=address(out),
         channels=x.shape[1],
         width=len(taps),
+        input_stride=launch.row_stride(inputs),
         **rows.arguments(x, windows),
     )
     launch.native().pagemill_causal_convolution(arguments)

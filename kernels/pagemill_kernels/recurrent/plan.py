@@ -42,6 +42,11 @@ class StatePlan(NamedTuple):
     log_places: Tensor
     log_groups: Tensor
     log_group_places: Tensor
+    kept_log: Tensor
+    """[logged tokens that stay logged in another place], as the next two: index in the four above, row and place.
+    They are behind the last state that is written, and were proposed."""
+    kept_log_rows: Tensor
+    kept_log_places: Tensor
     rounds: list[Round]
     new_tokens: Tensor
     """[tokens that are logged], as the next two: token, row and place in the log."""
@@ -53,6 +58,10 @@ class StatePlan(NamedTuple):
     """[requests]: index behind the last token of each."""
     is_behind: Tensor
     """[requests]: whether there are tokens since the state."""
+    accepted: Tensor
+    """[requests]: `StateBatch.num_accepted`."""
+    proposed: Tensor
+    """[requests]: `StateBatch.num_proposed`."""
     kept_requests: Tensor
     """[states to write], as the next two: request, its tokens of this step before the boundary, slot."""
     kept_tokens: Tensor
@@ -82,8 +91,12 @@ def plan_states(batch: StateBatch) -> StatePlan:
         rounds.append(
             Round(*map(_tensor, (here, first_group[here] + number, np.flatnonzero(needed), kept, slots[written])))
         )
-    is_new = places >= folded[requests] * size
+    begins = folded * size
+    is_new = places >= begins[requests]
     new_requests = requests[is_new]
+    is_kept = (begins[log_requests] > 0) & (log_places >= begins[log_requests])
+    kept_requests = log_requests[is_kept]
+    nothing = np.zeros(len(counts), dtype=np.int64)
     return StatePlan(
         rows=_tensor(batch.rows),
         sources=_tensor(batch.sources),
@@ -95,13 +108,18 @@ def plan_states(batch: StateBatch) -> StatePlan:
         log_places=_tensor(log_places),
         log_groups=_tensor(first_group[log_requests] + log_places // size),
         log_group_places=_tensor(log_places % size),
+        kept_log=_tensor(np.flatnonzero(is_kept)),
+        kept_log_rows=_tensor(batch.rows[kept_requests]),
+        kept_log_places=_tensor(log_places[is_kept] - begins[kept_requests]),
         rounds=rounds,
         new_tokens=_tensor(np.flatnonzero(is_new)),
         new_rows=_tensor(batch.rows[new_requests]),
-        new_places=_tensor(places[is_new] - folded[new_requests] * size),
+        new_places=_tensor(places[is_new] - begins[new_requests]),
         starts=_tensor(starts[:-1]),
         ends=_tensor(starts[1:]),
         is_behind=_tensor(logged > 0),
+        accepted=_tensor(nothing if batch.num_accepted is None else batch.num_accepted),
+        proposed=_tensor(nothing if batch.num_proposed is None else batch.num_proposed),
         kept_requests=_tensor(writer),
         kept_tokens=_tensor(num_blocks * size - logged[writer]),
         kept_slots=_tensor(slots),
@@ -122,6 +140,13 @@ class TokenGroups:
         if logged is not None:
             out[plan.log_groups, plan.log_group_places] = logged
         return out.transpose(1, 2)
+
+
+def log_tokens(log: Tensor, new: Tensor, logged: Tensor, plan: StatePlan) -> None:
+    """Write the tokens since the rows' states into their logs. log: [rows, places, values of a token]. new: values of
+    the plan's new tokens. logged: values of the logged tokens that the step has read."""
+    log[plan.kept_log_rows, plan.kept_log_places] = logged[plan.kept_log]
+    log[plan.new_rows, plan.new_places] = new
 
 
 def _tensor(values: NDArray[np.generic]) -> Tensor:

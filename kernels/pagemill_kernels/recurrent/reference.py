@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pagemill_kernels.norm.reference import rms_norm
-from pagemill_kernels.recurrent.plan import StatePlan, TokenGroups
+from pagemill_kernels.recurrent.plan import StatePlan, TokenGroups, log_tokens
 
 NORM_EPS = 1e-6
 
@@ -49,26 +49,35 @@ def causal_convolution(x: Tensor, kernel: Convolution, windows: Tensor, inputs: 
     """Return the convolution of each token's values with those of the tokens before, [tokens, channels].
 
     x: [tokens, channels]. windows: [slots, width - 1, channels], the values before each
-    state's boundary, where those of new states are written. inputs: [rows, width - 1, channels], the last values of
-    each row.
+    state's boundary, where those of new states are written. inputs: [rows, width - 1 and room, channels]: of each
+    row the last values before those that were proposed in its last step, and these.
     """
     width = len(kernel.taps)
     num_before = width - 1
     starts, ends = plan.starts, plan.ends
-    before = torch.where(plan.is_behind[:, None, None], inputs[plan.rows], windows[plan.sources])
-    num_requests = len(starts)
-    firsts = starts + torch.arange(num_requests) * num_before
+    # Rows of `padded`, for each request: accepted tokens, the values before the step, the step's tokens.
+    sizes = num_before + plan.accepted
+    shifts = sizes.cumsum(0)
+    own = torch.arange(len(x)) + torch.repeat_interleave(shifts, ends - starts)
+    firsts = starts + shifts - num_before
     steps = torch.arange(num_before)
-    padded = torch.empty(len(x) + num_requests * num_before, x.shape[1])
-    own = torch.arange(len(x)) + torch.repeat_interleave(torch.arange(1, num_requests + 1), ends - starts) * num_before
+    requests = torch.repeat_interleave(torch.arange(len(starts)), sizes)
+    places = torch.arange(len(requests)) - torch.repeat_interleave(shifts - sizes, sizes)
+    is_behind = plan.is_behind[requests]
+    padded = torch.empty(len(x) + len(requests), x.shape[1])
     padded[own] = x.float()
-    padded[(firsts[:, None] + steps).flatten()] = before.flatten(0, 1)
+    at = (starts + shifts - sizes)[requests] + places
+    padded[at[is_behind]] = inputs[plan.rows[requests[is_behind]], places[is_behind]]
+    padded[at[~is_behind]] = windows[plan.sources[requests[~is_behind]], places[~is_behind]]
     out = torch.zeros(x.shape, dtype=torch.float32)
     out = out if kernel.bias is None else out + kernel.bias
     for offset in range(width):
         out += padded[own - num_before + offset] * kernel.taps[offset]
-    lasts = firsts + (ends - starts)
-    inputs[plan.rows] = padded[lasts[:, None] + steps]
+    sizes = num_before + plan.proposed
+    requests = torch.repeat_interleave(torch.arange(len(starts)), sizes)
+    places = torch.arange(len(requests)) - torch.repeat_interleave(sizes.cumsum(0) - sizes, sizes)
+    lasts = firsts + (ends - starts) - plan.proposed
+    inputs[plan.rows[requests], places] = padded[lasts[requests] + places]
     windows[plan.kept_slots] = padded[(firsts[plan.kept_requests] + plan.kept_tokens)[:, None] + steps]
     return F.silu(out) if kernel.activated else out
 
@@ -125,7 +134,8 @@ def _outputs(x: Tensor, rate: Tensor, decay: Tensor, states: Tensor, log: Tensor
     value = x[:, 2 * num_keys * key_dim :].reshape(len(x), num_values, value_dim)
     sizes = [num_keys * key_dim, num_values * value_dim, num_values * decay.shape[2]]
     query, key = _of_length_one(query) * key_dim**-0.5, _of_length_one(key)
-    logged = torch.split(log[plan.log_rows, plan.log_places], sizes, -1)
+    in_log = log[plan.log_rows, plan.log_places]
+    logged = torch.split(in_log, sizes, -1)
     groups = TokenGroups(plan)
     queries = groups.fill(query)
     keys = groups.fill(key, logged[0].reshape(-1, num_keys, key_dim))
@@ -157,14 +167,12 @@ def _outputs(x: Tensor, rate: Tensor, decay: Tensor, states: Tensor, log: Tensor
             state[requests[folded]] = after
             states[slots] = after[kept]
     at = plan.groups[plan.new_tokens], plan.places[plan.new_tokens]
-    log[plan.new_rows, plan.new_places] = torch.cat(
-        [
-            key[plan.new_tokens].flatten(1),
-            corrected.transpose(1, 2)[at].flatten(1),
-            decay[plan.new_tokens].flatten(1),
-        ],
-        -1,
-    )
+    new = [
+        key[plan.new_tokens].flatten(1),
+        corrected.transpose(1, 2)[at].flatten(1),
+        decay[plan.new_tokens].flatten(1),
+    ]
+    log_tokens(log, torch.cat(new, -1), in_log, plan)
     return outputs.transpose(1, 2)[plan.groups, plan.places]
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagemill_kernels.recurrent.plan import StatePlan, TokenGroups
+from pagemill_kernels.recurrent.plan import StatePlan, TokenGroups, log_tokens
 
 
 class StateSpaceHeads(NamedTuple):
@@ -58,7 +58,8 @@ def state_space(
     read, written = x[:, of_values:].float().reshape(len(x), 2, num_groups, state_size).unbind(1)
     step = F.softplus(steps.float() + heads.biases).clamp(*heads.step_limits)
     stepped, decay = step[..., None] * value, heads.decays * step
-    logged = torch.split(log[plan.log_rows, plan.log_places], [num_groups * state_size, of_values, num_heads], -1)
+    in_log = log[plan.log_rows, plan.log_places]
+    logged = torch.split(in_log, [num_groups * state_size, of_values, num_heads], -1)
     groups = TokenGroups(plan)
     decays = groups.fill(decay, logged[2]).cumsum(2)
     values = groups.fill(stepped, logged[1].reshape(-1, num_heads, head_dim))
@@ -79,7 +80,8 @@ def state_space(
             state[requests[folded]] = after
             states[slots] = after[kept]
     new = plan.new_tokens
-    log[plan.new_rows, plan.new_places] = torch.cat([read[new].flatten(1), stepped[new].flatten(1), decay[new]], -1)
+    values_of_new = torch.cat([read[new].flatten(1), stepped[new].flatten(1), decay[new]], -1)
+    log_tokens(log, values_of_new, in_log, plan)
     out = outputs.transpose(1, 2)[plan.groups, plan.places] + heads.skips[:, None] * value
     return out if gates is None else _gated(out, gates.float().reshape(out.shape), heads)
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 import transformers
 from byte_bundle import byte_tokenizer
+from hybrid_models import MODELS, write_hybrid
 from safetensors.numpy import load_file, save_file
 from tiny_llama import write_tiny_llama
 
@@ -76,6 +77,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     transformers.Gemma3ForCausalLM(config).save_pretrained(found["windows"])
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (found["windows"] / name).write_text((found["model"] / name).read_text())
+    found["hybrid"] = tmp_path_factory.mktemp("hybrid")
+    write_hybrid(*MODELS["qwen3.5"], found["hybrid"], 257)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (found["hybrid"] / name).write_text((found["model"] / name).read_text())
     weights = load_file(found["near"] / "model.safetensors")
     noise = np.random.default_rng(3)
     for name, stored in weights.items():
@@ -192,6 +197,21 @@ def test_a_model_with_windows_has_one_too(folders: dict[str, Path]) -> None:
     assert sum(each.num_accepted_tokens for each in metrics) == num_proposed > 100
 
 
+def test_a_hybrid_has_one_too(folders: dict[str, Path]) -> None:
+    """Which is no hybrid itself: its blocks follow where the hybrid forks and resumes, behind its states."""
+    params = [SamplingParams(temperature=0.8, seed=n, n=1 + n % 3, max_tokens=60, ignore_eos=True) for n in range(6)]
+    prompts, answered = [f"{PREFIX}{n % 3}" for n in range(6)], []
+    for draft in (None, "model"):
+        with make(folders, draft, model="hybrid", max_model_len=200, num_kv_blocks=64) as llm:
+            assert [kind.name for kind in llm._core.scheduler.kv.kinds] == ["full", "state"]
+            for _ in range(2):
+                outputs = llm.generate(prompts, params, use_tqdm=False)
+            assert any(out.num_cached_tokens for out in outputs)
+        answered.append([[choice.token_ids for choice in out.outputs] for out in outputs])
+    assert answered[0] == answered[1]
+    assert sum(out.metrics.num_proposed_tokens for out in outputs if out.metrics is not None) > 100
+
+
 @pytest.mark.parametrize("on_torch", [[True, False], [False, True]], ids=["the-model", "the-draft"])
 def test_either_model_may_run_on_torch(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, on_torch: list[bool]
@@ -240,6 +260,7 @@ def test_its_memory_is_part_of_the_plan(folders: dict[str, Path], runner_loader:
             {"model": "long", "max_model_len": 300, "num_kv_blocks": 30},
             "was made for 256 tokens, but requests may have 300",
         ),
+        ("hybrid", {}, "`.*hybrid.*` keeps recurrent states"),
         ("near", {"max_num_batched_tokens": 4, "max_num_seqs": 4}, "num_tokens is 4, but a step has 4 tokens"),
     ],
 )

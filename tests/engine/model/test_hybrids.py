@@ -31,7 +31,7 @@ from hybrid_models import (
 from ranked_engine import SETTINGS, Ranks, answers
 from safetensors.numpy import load_file, save_file
 
-from pagemill_engine.config import EngineConfig
+from pagemill_engine.config import EngineConfig, SpeculationConfig
 from pagemill_engine.decoders.on_torch.blocks import Attention
 from pagemill_engine.decoders.on_torch.experts import MoE
 from pagemill_engine.decoders.on_torch.recurrent_blocks import ChannelDeltaRule, DeltaRule
@@ -285,9 +285,9 @@ def test_planted_faults_are_detected(fault: str, load: Load, monkeypatch: pytest
     spoil(hybrid.runner)
     admit, gather = StateRows.admit, StateRows.gather
 
-    def admitted(rows: StateRows, row: int, sequence: Any) -> None:
+    def admitted(rows: StateRows, row: int, sequence: Any, *, is_new: bool) -> None:
         slot = rows._slots[row]
-        admit(rows, row, sequence)
+        admit(rows, row, sequence, is_new=is_new)
         if not sequence.num_computed_tokens:
             rows._slots[row] = slot
 
@@ -363,6 +363,30 @@ def test_the_bytes_of_the_plan_are_those_of_the_arrays(load: Load) -> None:
     assert runner.kv_cache.num_bytes <= 512 * BLOCK * runner.info.kv_bytes_per_token
 
 
+def test_what_may_be_proposed_takes_memory_only_where_it_is_set(load: Load, runner_loader: Callable[..., Any]) -> None:
+    """By default a part of the cache, of which small caches have less; as much as is set; nothing if it is off."""
+    folder, row_bytes = load("qwen3.5-moe").folder, {}
+    cases: dict[str, dict[str, Any]] = {
+        "off": {"speculative": SpeculationConfig(method="off")},
+        "default": {},
+        "large": {"num_kv_blocks": 2000},
+        "set": {"speculative": SpeculationConfig(num_tokens=16)},
+    }
+    for name, settings in cases.items():
+        runner = runner_loader(folder, **settings)
+        arrays = [cache for cache in runner.kv_cache.layers if isinstance(cache, StateArrays)]
+        row_bytes[name] = runner.info.kinds[-1].row_bytes
+        assert sum(each.log.nbytes + each.inputs.nbytes for each in arrays) == 64 * row_bytes[name]
+        room = {"off": 0, "default": 3, "large": 8, "set": 16}[name]
+        assert (runner.info.most_proposed, arrays[0].log.shape[1]) == (room, BLOCK + room)
+        proposals = EngineCore(EngineConfig(model="m", block_size=BLOCK, **settings), runner)._proposals
+        assert room == (0 if proposals is None else proposals._most)
+        runner.close()
+    token = (row_bytes["large"] - row_bytes["off"]) // 8
+    assert row_bytes["set"] == row_bytes["off"] + 16 * token
+    assert row_bytes["default"] == row_bytes["off"] + 3 * token
+
+
 def test_states_that_do_not_fit_are_refused_with_the_sequences_that_would(
     load: Load, runner_loader: Callable[..., Any]
 ) -> None:
@@ -382,7 +406,7 @@ def test_states_that_do_not_fit_are_refused_with_the_sequences_that_would(
 @pytest.mark.parametrize(
     ("setting", "value"),
     [
-        ("speculative", {"method": "ngram"}),
+        ("pipeline_parallel_size", 2),
         ("device", "cuda"),
     ],
 )

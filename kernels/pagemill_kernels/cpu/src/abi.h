@@ -222,6 +222,8 @@ struct StateRows {
   const int64_t* starts;      // [num_requests + 1]: first token of each
   const int64_t* sources;     // [num_requests]: slots of their states
   const int64_t* num_logged;  // [num_requests]: tokens since their states
+  const int64_t* num_accepted;  // [num_requests]: proposed tokens of the row's last step that were kept; null: none
+  const int64_t* num_proposed;  // [num_requests]: of its tokens, the last ones, which may be taken back; null: none
   const int64_t* write_starts;  // [num_requests + 1], in the next two: blocks behind the state, rising, and slots
   const int64_t* write_blocks;
   const int64_t* write_slots;
@@ -239,10 +241,11 @@ struct ConvolutionArgs : StateRows {
   const float* taps;  // [width][channels]
   const float* bias;  // [channels]; null: none
   float* windows;     // [slots][width - 1][channels]
-  float* inputs;      // [rows][width - 1][channels]
+  float* inputs;      // [rows], input_stride apart: width - 1 values before the last step's proposed tokens, and theirs
   float* out;         // [tokens][channels]
   int64_t channels;
   int64_t width;
+  int64_t input_stride;  // floats between two rows
   int32_t activated;  // by silu
   int32_t padding;
 };

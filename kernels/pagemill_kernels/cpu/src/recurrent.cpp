@@ -128,19 +128,31 @@ class Recurrence {
       const int64_t size = std::min(a.block_size, total - begin);
       by_channel ? channel_group(head, begin, size, state, own) : group(head, begin, size, state, own);
       const int64_t behind = begin / a.block_size + 1;
-      if (size < a.block_size || (behind > folded && begin + size == total)) continue;
-      by_channel ? fold_channels(size, state, own) : fold_heads(size, state, own);
-      state = own.state.data();
-      if (write < a.write_starts[request + 1] && a.write_blocks[write] == behind)
-        std::copy(own.state.begin(), own.state.end(),
-                  a.states + a.write_slots[write++] * a.slot_stride + head * a.key_dim * a.value_dim);
+      if (size == a.block_size && (behind <= folded || begin + size < total)) {
+        by_channel ? fold_channels(size, state, own) : fold_heads(size, state, own);
+        state = own.state.data();
+        if (write < a.write_starts[request + 1] && a.write_blocks[write] == behind)
+          std::copy(own.state.begin(), own.state.end(),
+                    a.states + a.write_slots[write++] * a.slot_stride + head * a.key_dim * a.value_dim);
+      }
+      if (!folded) continue;
+      // Accepted tokens may be logged and behind the last state. The places they move to are of groups before.
+      for (int64_t place = std::max(begin, begin_of_log); place < std::min(begin + size, logged); ++place) {
+        float* const from = log_of(place);
+        float* const to = log_of(place - begin_of_log);
+        std::copy_n(from + log_values_at(head), a.value_dim, to + log_values_at(head));
+        std::copy_n(from + log_decay_at(head), a.decay_values, to + log_decay_at(head));
+      }
     }
   }
 
-  // Logs the keys of new tokens behind the last state, once no head reads those that were logged before.
+  // Logs the keys behind the last state, once no head reads those that were logged before.
   void log_keys(int64_t key_head) const {
-    for (int64_t place = std::max(logged, folded * a.block_size); place < total; ++place)
-      copy_key(place, key_head, log_of(place - folded * a.block_size) + key_head * a.key_dim);
+    for (int64_t place = folded ? begin_of_log : logged; place < total; ++place) {
+      float* const to = log_of(place - begin_of_log) + key_head * a.key_dim;
+      place < logged ? void(std::copy_n(log_of(place) + key_head * a.key_dim, a.key_dim, to))
+                     : copy_key(place, key_head, to);
+    }
   }
 
  private:
@@ -150,6 +162,7 @@ class Recurrence {
   const int64_t total = logged + count;
   const int64_t folded =
       a.write_starts[request + 1] > a.write_starts[request] ? a.write_blocks[a.write_starts[request + 1] - 1] : 0;
+  const int64_t begin_of_log = folded * a.block_size;  // first place that the log has behind this step
   float* const log = a.log + a.rows[request] * a.log_stride;
   const bool corrected = a.rates != nullptr, by_channel = a.decay_values > 1;
 
@@ -219,8 +232,8 @@ class Recurrence {
         own.keys[i] = keys + i * kd;
         own.values[i] = own.fresh.data() + i * vd;
         for (int64_t d = 0; d < kd; ++d) sums[d] = a.decays[head] * step_of(token(place), first_channel + d);
-        if (place >= folded * a.block_size)
-          std::copy_n(sums, kd, log_of(place - folded * a.block_size) + log_decay_at(head));
+        if (place >= begin_of_log)
+          std::copy_n(sums, kd, log_of(place - begin_of_log) + log_decay_at(head));
       }
       if (i) add(sums, sums - kd, 1.0f, kd);
       if (i < known) continue;
@@ -245,7 +258,7 @@ class Recurrence {
       const float rate = rate_of(at, head);
       for (int64_t v = 0; v < vd; ++v) value[v] *= rate;
       add(out, value, dot(own.keys[i], query, kd), vd);
-      const int64_t place = begin + i - folded * a.block_size;
+      const int64_t place = begin + i - begin_of_log;
       if (place >= 0) std::copy_n(value, vd, log_of(place) + log_values_at(head));
     }
   }
@@ -292,7 +305,7 @@ class Recurrence {
       for (int64_t v = 0; v < vd; ++v) value[v] *= rate;
       add(out, value, dot(own.keys[i], query, kd), vd);
       if (a.skips) add(out, given, a.skips[head], vd);
-      const int64_t place = begin + i - folded * a.block_size;
+      const int64_t place = begin + i - begin_of_log;
       if (place < 0) continue;
       std::copy_n(value, vd, log_of(place) + log_values_at(head));
       log_of(place)[log_decay_at(head)] = a.decays[head] * own.steps[i];
@@ -326,12 +339,16 @@ void gate(const RecurrenceArgs& a, int64_t at, int64_t part) {
 void convolve(const ConvolutionArgs& a, int64_t request, int64_t from, int64_t size) {
   const int64_t before = a.width - 1, first = a.starts[request], count = a.starts[request + 1] - first;
   const int64_t logged = a.num_logged[request];
-  float* const inputs = a.inputs + a.rows[request] * before * a.channels;
+  const int64_t accepted = a.num_accepted ? a.num_accepted[request] : 0;
+  const int64_t proposed = a.num_proposed ? a.num_proposed[request] : 0;
+  float* const inputs = a.inputs + a.rows[request] * a.input_stride;
   const float* kept = logged ? inputs : a.windows + a.sources[request] * a.slot_stride;
-  std::vector<float> window(before * size);
-  for (int64_t i = 0; i < before; ++i) std::copy_n(kept + i * a.channels + from, size, window.data() + i * size);
-  const auto at = [&](int64_t index) {  // of the values before, then those of the step
-    return index < before ? window.data() + index * size : a.x + (first + index - before) * a.x_stride + from;
+  std::vector<float> window((accepted + before) * size);
+  for (int64_t i = 0; i < accepted + before; ++i)
+    std::copy_n(kept + i * a.channels + from, size, window.data() + i * size);
+  const auto at = [&](int64_t index) {  // of the values before, from -accepted on, then those of the step
+    return index < before ? window.data() + (accepted + index) * size
+                          : a.x + (first + index - before) * a.x_stride + from;
   };
   for (int64_t t = 0; t < count; ++t) {
     float* const out = a.out + (first + t) * a.channels + from;
@@ -351,7 +368,8 @@ void convolve(const ConvolutionArgs& a, int64_t request, int64_t from, int64_t s
     for (int64_t i = 0; i < before; ++i)
       std::copy_n(at(a.write_blocks[w] * a.block_size - logged + i), size,
                   a.windows + a.write_slots[w] * a.slot_stride + i * a.channels + from);
-  for (int64_t i = 0; i < before; ++i) std::copy_n(at(count + i), size, inputs + i * a.channels + from);
+  for (int64_t i = 0; i < before + proposed; ++i)
+    std::copy_n(at(count - proposed + i), size, inputs + i * a.channels + from);
 }
 
 }  // namespace

@@ -10,7 +10,7 @@ from pagemill_models.declaration.config_values import ConfigValues
 from pagemill_models.declaration.declaration import DecoderSpec
 from pagemill_models.declaration.gguf_values import GGUFValues
 
-_LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_LAYER_NAME = re.compile(r"blk\.(\d+)\.([\w.]+)\.(weight|bias)")
 
 
 class GGUFNames(NamedTuple):
@@ -26,10 +26,16 @@ class GGUFNames(NamedTuple):
     interleaved: dict[str, str]
     """Matrices of a layer whose rows converters store with the two rotary halves of each head interleaved, and the
     metadata key of their number of heads: {`attn_q`: `attention.head_count`}."""
+    convolutions: tuple[str, ...] = ()
+    """Kernels of a layer, [channels, width], which Hugging Face stores as [channels, 1, width]."""
 
     def heads_key(self, name: str) -> str | None:
         """Return the metadata key of the number of heads of a tensor with interleaved rows; None for other tensors."""
         return self.interleaved.get(name.split(".")[2]) if name.startswith("blk.") else None
+
+    def is_convolution(self, name: str) -> bool:
+        match = _LAYER_NAME.fullmatch(name)
+        return match is not None and match[3] == "weight" and match[2] in self.convolutions
 
     def hugging_face_name(self, name: str) -> str:
         """Return the Hugging Face name of a tensor; a name without a counterpart is returned unchanged."""

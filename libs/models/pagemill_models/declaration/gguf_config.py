@@ -27,7 +27,9 @@ class GGUFConfig(ConfigValues):
     """The translated values. `own`: keys of `config.json` that override the translated ones; `None`: absent."""
 
     def __init__(self, values: GGUFValues, **own: Any) -> None:
-        translated = _sizes(values, own.get("head_dim")) | _epsilons(values) | _flags(values)
+        translated = (
+            _sizes(values, own.get("head_dim"), own.get("num_key_value_heads")) | _epsilons(values) | _flags(values)
+        )
         translated["sliding_window"] = values.window()
         super().__init__(values.file.path / "metadata", translated | own, values.architecture, values.held)
         self._gguf = values
@@ -38,13 +40,13 @@ class GGUFConfig(ConfigValues):
         return self._gguf.rope(head_dim, context, partial=partial is not None)
 
 
-def _sizes(values: GGUFValues, head_dim: int | None) -> dict[str, Any]:
-    """Return the sizes. `head_dim`: set where the family has read it."""
+def _sizes(values: GGUFValues, head_dim: int | None, num_kv_heads: int | None) -> dict[str, Any]:
+    """Return the sizes. `head_dim`, `num_kv_heads`: set where the family has read them."""
     sizes = {name: values.size(*where) for name, where in _SIZES.items()}
     heads = sizes["num_attention_heads"]
     return {
         **sizes,
-        "num_key_value_heads": values.size("num_kv_heads", "attention.head_count_kv", heads),
+        "num_key_value_heads": num_kv_heads or values.size("num_kv_heads", "attention.head_count_kv", heads),
         "head_dim": head_dim or values.head_dim(sizes["hidden_size"], heads),
         "vocab_size": values.vocab_size(),
     }

@@ -81,6 +81,14 @@ class GGUFValues:
             raise GGUFError(f"`{self.file.path}` has no usable `{full_key}`. Convert the model again.")
         return value
 
+    def by_layer(self, key: str, num_layers: int) -> list[int]:
+        """Return a number for each layer, of a list or of one number for all."""
+        value = self.file.get(f"{self._prefix}.{key}", (int, list), None)
+        found = [value] * num_layers if type(value) is int else value
+        if not isinstance(found, list) or len(found) != num_layers or any(type(each) is not int for each in found):
+            raise self.wrong(key, value, f"a list of {num_layers} integers")
+        return found
+
     def number(self, key: str, default: float) -> float:
         """Return a finite number."""
         value = self.file.get(f"{self._prefix}.{key}", (int, float), default)

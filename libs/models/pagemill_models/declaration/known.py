@@ -68,8 +68,8 @@ BUILT_IN: dict[str, Names] = {
     "internlm2": Names(("InternLM2ForCausalLM",), "internlm2", ("internlm2",)),
     "internlm3": Names(("InternLM3ForCausalLM",), "internlm3"),
     "kimi_linear": Names(("KimiLinearForCausalLM",), "kimi_linear"),
-    "lfm2": Names(("Lfm2ForCausalLM",), "lfm2"),
-    "lfm2_moe": Names(("Lfm2MoeForCausalLM",), "lfm2_moe"),
+    "lfm2": Names(("Lfm2ForCausalLM",), "lfm2", ("lfm2",)),
+    "lfm2_moe": Names(("Lfm2MoeForCausalLM",), "lfm2_moe", ("lfm2moe",)),
     "lfm3": Names(("Lfm3ForCausalLM",), "lfm3"),
     "llama": Names(("LlamaForCausalLM", "LLaMAForCausalLM"), "llama", ("llama",)),
     "minimax_m2": Names(("MiniMaxM2ForCausalLM",), "minimax_m2"),
@@ -157,7 +157,7 @@ OTHER_CLASSES: dict[str, str] = {
 RECURRENT = "layers with a recurrent state in addition to the KV cache"
 """Feature of unsupported hybrid models: docs/adr/0053."""
 RECURRENT_GGUF = (
-    "falcon-h1", "granitehybrid", "jamba", "kimi-linear", "lfm2", "lfm2moe",
+    "falcon-h1", "granitehybrid", "jamba", "kimi-linear",
     "nemotron_h", "nemotron_h_moe", "plamo2", "qwen35", "qwen35moe", "qwen3next",
 )  # fmt: skip
 """Their values of `general.architecture`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from pagemill_models.declaration.caches import ShortConvolutionSpec
 from pagemill_models.declaration.config_values import ConfigValues
@@ -16,7 +17,10 @@ from pagemill_models.declaration.declaration import (
     NormSpec,
     RopeSpec,
 )
-from pagemill_models.declaration.family import Family
+from pagemill_models.declaration.family import Family, GGUFNames
+from pagemill_models.declaration.gguf_config import GGUFConfig
+from pagemill_models.declaration.gguf_values import HEAD, GGUFValues
+from pagemill_models.declaration.limits import check_size
 from pagemill_models.declaration.parts import head_size, linear, sequential
 from pagemill_models.families.moe import gated_mlp
 
@@ -115,4 +119,62 @@ def convolution(config: ConfigValues, name: str, size: int) -> ShortConvolutionS
     )
 
 
-FAMILY = Family(read_config)
+def gguf_config(values: GGUFValues, **own: Any) -> tuple[GGUFConfig, list[str]]:
+    """Return the metadata as that of `config.json`, and the kind of each layer: those of convolutions have no heads of
+    keys and values. `own`: further keys."""
+    num_layers = values.size("num_layers", "block_count")
+    heads = values.by_layer("attention.head_count_kv", num_layers)
+    counts = {count for count in heads if count}
+    if len(counts) != 1:
+        raise values.wrong("attention.head_count_kv", heads, "one number for the layers with attention, 0 for others")
+    config = GGUFConfig(
+        values,
+        num_key_value_heads=check_size(values.file.path, "num_kv_heads", counts.pop(), values.held),
+        norm_eps=values.epsilon("attention.layer_norm_rms_epsilon", 1e-5),
+        conv_L_cache=values.integer("shortconv.l_cache"),
+        conv_bias=any(values.has(f"blk.{index}.shortconv.conv.bias") for index in range(num_layers)),
+        block_auto_adjust_ff_dim=False,
+        **own,
+    )
+    return config, [FULL if count else CONVOLUTION for count in heads]
+
+
+def read_gguf(values: GGUFValues) -> DecoderSpec:
+    config, kinds = gguf_config(values)
+    inner = _inner_size(config)
+    return hybrid(config, kinds, lambda _, name: gated_mlp(name, config.size("hidden_size"), inner, "silu", PARTS))
+
+
+GGUF_NAMES = GGUFNames(
+    "model.layers",
+    {
+        "attn_norm": "operator_norm",
+        "ffn_norm": "ffn_norm",
+        "attn_q": "self_attn.q_proj",
+        "attn_k": "self_attn.k_proj",
+        "attn_v": "self_attn.v_proj",
+        "attn_output": "self_attn.out_proj",
+        "attn_q_norm": "self_attn.q_layernorm",
+        "attn_k_norm": "self_attn.k_layernorm",
+        "shortconv.in_proj": "conv.in_proj",
+        "shortconv.conv": "conv.conv",
+        "shortconv.out_proj": "conv.out_proj",
+        "ffn_gate": "feed_forward.w1",
+        "ffn_up": "feed_forward.w3",
+        "ffn_down": "feed_forward.w2",
+        "ffn_gate_inp": "feed_forward.gate",
+        "exp_probs_b.bias": "feed_forward.expert_bias",
+        "ffn_gate_exps": "feed_forward.experts.*.w1",
+        "ffn_up_exps": "feed_forward.experts.*.w3",
+        "ffn_down_exps": "feed_forward.experts.*.w2",
+    },
+    {
+        "token_embd.weight": "model.embed_tokens.weight",
+        "token_embd_norm.weight": "model.embedding_norm.weight",
+        "output_norm.weight": "model.embedding_norm.weight",
+        HEAD: "lm_head.weight",
+    },
+    {},
+    convolutions=("shortconv.conv",),
+)
+FAMILY = Family(read_config, read_gguf, GGUF_NAMES)

@@ -6,9 +6,12 @@ from pagemill_models.declaration.changes import replace
 from pagemill_models.declaration.config_values import ConfigValues
 from pagemill_models.declaration.declaration import BlockSpec, DecoderSpec, GatingSpec
 from pagemill_models.declaration.family import Family
-from pagemill_models.families.lfm2 import PARTS, hybrid, num_layers_of
-from pagemill_models.families.moe import gated_mlp, mixture, mixture_from_config
+from pagemill_models.declaration.gguf_values import GGUFValues
+from pagemill_models.families.lfm2 import GGUF_NAMES, PARTS, gguf_config, hybrid, num_layers_of
+from pagemill_models.families.moe import Mixture, gated_mlp, mixture, mixture_from_config, mixture_from_gguf
 
+SIGMOID = 2
+"""Of llama.cpp's gating functions."""
 STACKED = {
     ".experts.gate_up_proj": (".experts.*.w1.weight", ".experts.*.w3.weight"),
     ".experts.down_proj": (".experts.*.w2.weight",),
@@ -16,13 +19,34 @@ STACKED = {
 
 
 def read_config(config: ConfigValues) -> DecoderSpec:
-    experts = mixture_from_config(
-        config, size_key="moe_intermediate_size", renormalized=config.flag("norm_topk_prob", True)
-    )
-    num_layers, num_dense = num_layers_of(config), config.integer("num_dense_layers", default=2)
+    num_layers = num_layers_of(config)
     kinds = config.layer_types(num_layers)
     if kinds is None:
         raise config.wrong("layer_types", None, f"a list of {num_layers} names")
+    experts = mixture_from_config(
+        config, size_key="moe_intermediate_size", renormalized=config.flag("norm_topk_prob", True)
+    )
+    return _sparse(config, kinds, experts)
+
+
+def read_gguf(values: GGUFValues) -> DecoderSpec:
+    if values.integer("expert_gating_func", SIGMOID) != SIGMOID:
+        raise values.unsupported("experts that are not chosen by sigmoids")
+    num_layers = values.size("num_layers", "block_count")
+    config, kinds = gguf_config(
+        values,
+        num_dense_layers=values.integer("leading_dense_block_count", 0),
+        routed_scaling_factor=values.number("expert_weights_scale", 1.0),
+        use_expert_bias=any(values.has(f"blk.{index}.exp_probs_b.bias") for index in range(num_layers)),
+    )
+    renormalized = values.flag("expert_weights_norm", True)
+    return _sparse(
+        config, kinds, mixture_from_gguf(values, size_key="expert_feed_forward_length", renormalized=renormalized)
+    )
+
+
+def _sparse(config: ConfigValues, kinds: list[str], experts: Mixture) -> DecoderSpec:
+    num_dense = config.integer("num_dense_layers", default=2)
     scale, biased = config.number("routed_scaling_factor", default=1.0), config.flag("use_expert_bias", True)
     inner = config.size("intermediate_size", default=7168)
 
@@ -35,4 +59,4 @@ def read_config(config: ConfigValues) -> DecoderSpec:
     return replace(hybrid(config, kinds, forward), stacked=STACKED)
 
 
-FAMILY = Family(read_config)
+FAMILY = Family(read_config, read_gguf, GGUF_NAMES)

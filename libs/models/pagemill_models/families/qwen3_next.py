@@ -15,19 +15,21 @@ from pagemill_models.declaration.declaration import (
     AttentionSpec,
     BlockSpec,
     DecoderSpec,
+    DrafterSpec,
     LayerSpec,
     NormSpec,
+    ReadsSpec,
     RowGroups,
 )
 from pagemill_models.declaration.family import Family
 from pagemill_models.declaration.parts import linear, sequential
-from pagemill_models.families.llama_like import Numbers, decoder, numbers_from_config
+from pagemill_models.families.llama_like import Numbers, decoder, named_layer, numbers_from_config
 from pagemill_models.families.qwen2_moe import sparse_layers, sparse_mixture, with_shared
 
 FULL, RECURRENT = "full_attention", "linear_attention"
 PARTIAL = ("partial_rotary_factor", 0.25)
-UNUSED = ("mtp.",)
-"""Layers that draft further tokens."""
+DRAFTING = "mtp."
+"""Prefix of the tensors of layers that draft further tokens."""
 
 
 def read_config(config: ConfigValues) -> DecoderSpec:
@@ -62,18 +64,42 @@ def hybrid(
     if numbers.activation != "silu":
         raise config.unsupported(f"the activation `{numbers.activation}` beside a gated delta rule")
     biased = config.flag("attention_bias", False)
-    plain = decoder(msgspec.structs.replace(numbers, attention_bias=biased, attention_output_bias=biased, qk_norm=True))
-    layers = []
-    for index, (kind, layer) in enumerate(zip(kinds, plain.layers, strict=True)):
+    own = msgspec.structs.replace(numbers, attention_bias=biased, attention_output_bias=biased, qk_norm=True)
+    plain = decoder(own)
+
+    def made(kind: str, index: int, layer: LayerSpec) -> LayerSpec:
         attention, mlp = layer.blocks()
         assert isinstance(attention, AttentionSpec)
         mixer = (
             _gated(attention) if kind == FULL else _delta_rule(config, f"{layer.name}.linear_attn", numbers, grouped)
         )
         first, second = map(_from_one, layer.norms())
-        layers.append(sequential(layer.name, (first, mixer), (second, block_of(index, layer) or mlp)))
+        return sequential(layer.name, (first, mixer), (second, block_of(index, layer) or mlp))
+
+    layers = [made(kind, index, layer) for index, (kind, layer) in enumerate(zip(kinds, plain.layers, strict=True))]
     norm = None if plain.norm is None else _from_one(plain.norm)
-    return msgspec.structs.replace(plain, layers=tuple(layers), norm=norm, ignored_layers=UNUSED)
+    whole = msgspec.structs.replace(plain, layers=tuple(layers), norm=norm, ignored_layers=(DRAFTING,))
+    if config.integer("mtp_num_hidden_layers", "num_nextn_predict_layers", default=1) != 1:
+        return whole  # the norm behind further layers is the same tensor, so these are no heads of their own
+    return msgspec.structs.replace(
+        whole, mtp=_drafter(numbers, made(FULL, 0, named_layer(own, 0, f"{DRAFTING}layers.0")))
+    )
+
+
+def _drafter(numbers: Numbers, layer: LayerSpec) -> DrafterSpec:
+    """Declare the head that drafts. Files may lack it, and transformers ignores it."""
+    size = numbers.hidden_size
+    of_embedding, of_hidden, last = (
+        _from_one(NormSpec(name=f"{DRAFTING}{name}", size=size, eps=numbers.rms_norm_eps))
+        for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+    )
+    reads = ReadsSpec(
+        embedding_norm=of_embedding,
+        hidden_norm=of_hidden,
+        projection=linear(2 * size, (f"{DRAFTING}fc", size)),
+        prefix=DRAFTING,
+    )
+    return DrafterSpec(reads, layer, last)
 
 
 def _by_interval(config: ConfigValues, num_layers: int) -> list[str]:

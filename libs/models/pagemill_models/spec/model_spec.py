@@ -122,9 +122,15 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return next(self.decoder.attentions())
 
 
-def kinds_of(decoder: DecoderSpec, block_size: int, token_bytes: Callable[[int], int], longest: int) -> list[CacheKind]:
+def kinds_of(
+    decoder: DecoderSpec,
+    block_size: int,
+    token_bytes: Callable[[int], int],
+    longest: int,
+    most_proposed: int = 0,
+) -> list[CacheKind]:
     """Return the kinds of the decoder's layers (`kinds_of_caches`)."""
-    return kinds_of_caches(decoder.caches(), block_size, token_bytes, longest)
+    return kinds_of_caches(decoder.caches(), block_size, token_bytes, longest, most_proposed)
 
 
 def kinds_of_caches(
