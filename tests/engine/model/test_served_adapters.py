@@ -63,11 +63,14 @@ def test_the_plan_has_the_memory_that_adapters_take(
 @pytest.mark.sample(
     "llama, all-linear*",
     "llama, patterns",
+    "llama, ends of names",
+    "llama, layers of a list",
     "llama, tied head",
     "gpt2, embedding",
     "phi3",
     "gpt_oss",
     "qwen3_moe, one parameter",
+    "qwen2_moe, all-linear",
 )
 @pytest.mark.parametrize("case", CASES)
 def test_greedy_answers_equal_pefts(case: str, bases: Any, tmp_path: Path) -> None:
