@@ -13,6 +13,7 @@ from pagemill_operator.plan.adapters import (
     AdapterClaim,
     ClaimedAdapters,
     listed_claims,
+    mounted_claim,
     resource_claim,
     serving_replicas,
 )
@@ -85,6 +86,22 @@ def test_adapters_have_no_name_of_a_model_and_deployments_share_names_only_as_ca
 def test_a_source_that_engines_cannot_read_is_refused(source: str) -> None:
     claim = resource("a", 1, source=source)
     assert refusals(claimed(claim), claim) == ["UnsupportedSource"]
+
+
+def test_a_source_on_the_models_claim_is_served_by_its_path_in_the_pods() -> None:
+    own, other = resource("a", 1, source="pvc://models/loras/a b"), resource("b", 2, source="pvc://others/b")
+    found = claimed(own, other)
+    found.mount("ns/chat", mounted_claim({"model": {"source": "pvc://models/base"}}))
+    assert refusals(found, own, other) == ["", "UnsupportedSource"]
+    refusal = found.refusal(other)
+    assert refusal is not None
+    assert "ns/chat mount the claim models only" in refusal.message
+    (asked,) = found.wanted("ns/chat")
+    assert asked == WantedAdapter(name="a", source="file:///models/loras/a%20b")
+    assert found.asked(own) == asked, "as engines report it"
+    for model in ({"source": "hf://a/b"}, {"source": "pvc://models/base", "cache": {"size": "1Gi"}}):
+        found.mount("ns/chat", mounted_claim({"model": model}))
+        assert refusals(found, own) == ["UnsupportedSource"]
 
 
 def status(state: Any, source: str = "hf://a/b", **fields: str) -> AdapterStatus:

@@ -102,7 +102,7 @@ class AdapterStatuses:
         if refusal is None:
             pods = {pod["metadata"]["uid"]: pod["metadata"]["name"] for pod in self._cache.pods(claim.deployment)}
             reports = {uid: report.adapters for uid, report in self._held(claim.deployment).items()}
-            replicas = serving_replicas(claim.wanted, reports, pods)
+            replicas = serving_replicas(self._cache.adapters.asked(claim), reports, pods)
             num_pods = len(reports.keys() & pods.keys())
         try:
             before = LoRAAdapterStatus.model_validate(old).conditions
