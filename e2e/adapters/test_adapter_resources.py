@@ -1,4 +1,4 @@
-"""Adapters as resources: they come and go while pods serve, and new and woken replicas serve pinned ones at once.
+"""Adapters as resources: they come and go while pods serve, and new, restarted and woken replicas have pinned ones.
 
 bash runs the kubectl commands of docs/how-to/serve-adapters.md.
 """
@@ -17,13 +17,14 @@ from pathlib import Path
 import openai
 import pytest
 import yaml
-from support import lora
+from support import lora, metrics
 from support.clusters import Cluster
 from support.deployments import Deployed, deploy
 from support.kubectl import Kubectl
 from support.load import Service
-from support.lora import AdapterBucket, adapter, wait_adapter
+from support.lora import LARGEST_RANK, AdapterBucket, adapter, wait_adapter
 from support.objects import Document
+from support.processes import kill_pod
 from support.release import Release
 from support.waiting import until
 
@@ -89,6 +90,52 @@ def test_a_new_replica_is_ready_once_pinned_adapters_are_loaded(
         bucket.proxy.bytes_per_s = float("inf")
     chat.wait_ready(1, STARTED_S)
     assert release.service("sales").ask() != release.service("chat").ask()
+
+
+def test_a_restarted_engine_is_ready_once_pinned_adapters_are_loaded(
+    release: Release, space: Kubectl, bucket: AdapterBucket
+) -> None:
+    chat = deploy(space, bucket.deployment("chat"))
+    space.apply(adapter("sales", "chat", "sales", pinned=True))
+    chat.wait_ready(1, STARTED_S)
+    wait_adapter(space, "sales", "Ready", "Loaded")
+    sales = release.service("sales")
+    answer = sales.ask()
+    (pod,) = chat.pods()
+    bucket.proxy.bytes_per_s = 1.0
+    try:
+        kill_pod(pod, "pagemill_engine")
+        until("the engine waits for the adapter", lambda: "adapters sales" in _readiness(chat), timeout_s=STARTED_S)
+    finally:
+        bucket.proxy.bytes_per_s = float("inf")
+    until("the container was restarted", lambda: _identities(chat)[0][2] == 1, timeout_s=STARTED_S)
+    until("the pod is ready", lambda: _is_ready(chat.pods()[0]), timeout_s=STARTED_S)
+    assert sales.ask() == answer
+    assert [each["metadata"]["uid"] for each in chat.pods()] == [pod["metadata"]["uid"]]
+
+
+def test_three_replicas_serve_adapters_each_where_it_is_in_memory(
+    release: Release, space: Kubectl, bucket: AdapterBucket
+) -> None:
+    engine = {"lora": {"maxLoras": 1, "maxLoraRank": LARGEST_RANK}}
+    chat = deploy(space, bucket.deployment("chat", replicas=3, engine=engine))
+    names = ("sales", "support")
+    space.apply(*(adapter(name, "chat", name) for name in names))
+    chat.wait_ready(3, STARTED_S)
+    pods = sorted(pod["metadata"]["name"] for pod in chat.pods())
+    for name in names:
+        until(
+            f"all replicas serve {name}",
+            lambda name=name: sorted(space.json("get", "lora", name).get("status", {}).get("loaded", [])) == pods,
+            timeout_s=STARTED_S,
+        )
+        assert wait_adapter(space, name, "Ready", "Loaded")["loadedReplicas"] == 3
+    services = {name: release.service(name) for name in names}
+    before, answers = _loads(chat), {name: service.ask(max_tokens=8) for name, service in services.items()}
+    assert len(set(answers.values())) == 2
+    for _ in range(8):
+        assert {name: service.ask(max_tokens=8) for name, service in services.items()} == answers
+    assert _loads(chat) - before <= 3, "requests go to replicas that must load their adapter"
 
 
 def test_a_woken_replica_serves_the_adapters_that_were_pinned_while_it_slept(
@@ -166,6 +213,15 @@ def _identities(chat: Deployed) -> list[tuple[str, str, int]]:
         (pod["metadata"]["name"], pod["metadata"]["uid"], pod["status"]["containerStatuses"][0]["restartCount"])
         for pod in chat.pods()
     ]
+
+
+def _loads(chat: Deployed) -> float:
+    """Return how many adapters all engines have read into memory."""
+    return sum(metrics.total(pod, CONTROL_PORT, "pagemill_engine_adapter_loads_total") for pod in chat.pods())
+
+
+def _is_ready(pod: Document) -> bool:
+    return any(each["type"] == "Ready" and each["status"] == "True" for each in pod["status"].get("conditions", []))
 
 
 def _readiness(chat: Deployed) -> str:
