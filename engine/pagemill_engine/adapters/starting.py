@@ -65,7 +65,8 @@ def _steps(weights: WeightSource, name: str) -> Array | None:
         return None
     used = np.unique(found.codes).astype(np.int32)  # types with tables use some integers only
     largest = np.diff(used).max(initial=1)
-    return np.abs(found.scales).max(axis=1) * np.float32(largest)
+    steps: Array = np.abs(found.scales).max(axis=1) * np.float32(largest)
+    return steps
 
 
 def make_store(
