@@ -72,8 +72,8 @@ class Running:
             self._process.wait_http(self._server.ready_url, START_TIMEOUT_S)
             if (must_say := self._server.must_say) not in self._process.output():
                 raise PeerFailed(f"did not say `{must_say.strip(' ,')}`: the native path fell back")
-        except PeerFailed:
-            self._process.stop()
+        except BaseException:  # also a signal
+            self._process.kill()
             raise
         progress(f"{self.name}: ready after {time.perf_counter() - self._process.started_s:.0f} s")
         self._process.pause()
