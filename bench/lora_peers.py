@@ -113,9 +113,12 @@ class Running:
             self._process.pause()
 
 
-def decodes(servers: dict[str, Running], folders: list[Path], rounds: int, steps: int) -> dict[str, Figures]:
-    """Return the times of decodes by engine: `alone`, `none` in the batch, and `active` adapters in it."""
+def decodes(
+    servers: dict[str, Running], folders: list[Path], rounds: int, steps: int, result: dict[str, Figures]
+) -> None:
+    """Add the times of decodes by engine: `alone`, `none` in the batch, and `active` adapters in it."""
     found: dict[str, Figures] = {engine: {"alone": [], "none": [], "active": []} for engine in engines_of(servers)}
+    result |= found
     base, mixed = [BASE] * ROWS, [folders[row % ACTIVE].name for row in range(ROWS)]
     for engine in found:
         for folder in folders[:ACTIVE]:
@@ -131,14 +134,13 @@ def decodes(servers: dict[str, Running], folders: list[Path], rounds: int, steps
             progress(f"decodes, round {number}, {engine}: {shown(times)}")
             for kind, each in times.items() if number >= 0 else ():
                 figures[kind].append(each)
-    return found
 
 
-def loads(servers: dict[str, Running], folders: list[Path], rounds: int) -> dict[str, Figures]:
-    """Return times of loads by the route, and first tokens of requests alone by where the adapter is."""
-    found: dict[str, Figures] = {
-        engine: {"load": [], "slot": [], "host": [], "folder": []} for engine in engines_of(servers)
-    }
+def loads(servers: dict[str, Running], folders: list[Path], rounds: int, result: dict[str, Figures]) -> None:
+    """Add times of loads by the route, and first tokens of requests alone by where the adapter is."""
+    kinds = ("load", "slot", "host", "folder")
+    found: dict[str, Figures] = {engine: {kind: [] for kind in kinds} for engine in engines_of(servers)}
+    result |= found
     for folder in folders:
         for engine, figures in found.items():
             figures["load"].append(servers[f"{engine} lora"].load_ms(folder))
@@ -160,13 +162,15 @@ def loads(servers: dict[str, Running], folders: list[Path], rounds: int) -> dict
             for kind, each in times.items():
                 figures[kind] += each
         position += SINGLE
-    return found
 
 
-def zipf(servers: dict[str, Running], folders: list[Path], rounds: int, num_requests: int) -> dict[str, Figures]:
-    """Return tokens/s and TTFT of requests for adapters by Zipf's law, and of as many for the model alone."""
+def zipf(
+    servers: dict[str, Running], folders: list[Path], rounds: int, num_requests: int, result: dict[str, Figures]
+) -> None:
+    """Add tokens/s and TTFT of requests for adapters by Zipf's law, and of as many for the model alone."""
     keys = [f"{kind} {what}" for kind in ("adapters", "base") for what in ("tokens/s", "TTFT p50", "TTFT p99")]
     found: dict[str, Figures] = {engine: {key: [] for key in keys} for engine in engines_of(servers)}
+    result |= found
     shares = [1 / (place + 1) for place in range(len(folders))]
     for number in range(rounds):
         drawn = random.Random(number).choices([folder.name for folder in folders], shares, k=num_requests)
@@ -178,7 +182,6 @@ def zipf(servers: dict[str, Running], folders: list[Path], rounds: int, num_requ
                 figures[f"{kind} TTFT p50"].append(percentile(ttfts, 50))
                 figures[f"{kind} TTFT p99"].append(percentile(ttfts, 99))
             progress(f"zipf, round {number}, {engine}: {shown({key: figures[key][-1] for key in keys})}")
-    return found
 
 
 def engines_of(servers: dict[str, Running]) -> list[str]:
@@ -211,10 +214,8 @@ def write_files(at: Path, layers: int, num_adapters: int) -> tuple[Path, list[Pa
     return model, folders
 
 
-def measure(model: Path, folders: list[Path], args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    """Return the figures of each part by engine, and what failed."""
-    result: dict[str, Any] = {}
-    problems: list[str] = []
+def measure(model: Path, folders: list[Path], args: argparse.Namespace, result: dict[str, Any]) -> Iterator[str]:
+    """Add the figures of each part by engine; yield what failed."""
     for engines in [[engine] for engine in args.engines] if args.apart else [args.engines]:
         with ExitStack() as stack:
             servers: dict[str, Running] = {}
@@ -223,18 +224,17 @@ def measure(model: Path, folders: list[Path], args: argparse.Namespace) -> tuple
                     try:
                         running = Running(engine, model, adapters)
                     except PeerFailed as failure:
-                        problems.append(f"{engine}: {failure}")
+                        yield f"{engine}: {failure}"
                         continue
                     stack.callback(running.stop)
                     servers[running.name] = running
             if "decodes" in args.parts:
-                result.setdefault("decodes", {}).update(decodes(servers, folders, args.rounds, args.steps))
+                decodes(servers, folders, args.rounds, args.steps, result.setdefault("decodes", {}))
             if {"loads", "zipf"} & set(args.parts):
                 rounds = args.rounds if "loads" in args.parts else 0
-                result.setdefault("loads", {}).update(loads(servers, folders, rounds))
+                loads(servers, folders, rounds, result.setdefault("loads", {}))
             if "zipf" in args.parts:
-                result.setdefault("zipf", {}).update(zipf(servers, folders, args.rounds, args.requests))
-    return result, problems
+                zipf(servers, folders, args.rounds, args.requests, result.setdefault("zipf", {}))
 
 
 def table(result: dict[str, Any]) -> list[list[Any]]:
@@ -246,7 +246,7 @@ def table(result: dict[str, Any]) -> list[list[Any]]:
             for engine, figures in by_engine.items()
         }
         for engine, found in medians.items():
-            if "alone" in found:
+            if "active" in found:
                 of_pairs = {
                     key: _ratio(by_engine[engine]["alone"], by_engine[engine][key]) for key in ("none", "active")
                 }
@@ -260,7 +260,7 @@ def table(result: dict[str, Any]) -> list[list[Any]]:
 
 
 def _ratio(of: list[float], by: list[float]) -> float:
-    return statistics.median(one / other for one, other in zip(of, by, strict=True))
+    return statistics.median(one / other for one, other in zip(of, by, strict=False))
 
 
 def main() -> None:
@@ -286,9 +286,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         num_adapters = ACTIVE if args.parts == ["decodes"] else max(args.adapters, KEPT + 2 * ACTIVE)
         model, folders = write_files(args.at or Path(temporary), args.layers, num_adapters)
-        result, failed = measure(model, folders, args)
+        result: dict[str, Any] = {}
+        try:
+            problems += measure(model, folders, args, result)
+        except SystemExit:  # what was measured until the signal counts
+            problems.append("ended by a signal")
     rows = table(result)
-    about = {"layers": args.layers, "problems": problems + failed, "cpus": os.cpu_count(), **result}
+    about = {"layers": args.layers, "problems": problems, "cpus": os.cpu_count(), **result}
     emit("lora_peers", ["what", OURS, THEIRS, "times better"], rows, about)
     if any(row[1] is None for row in rows):
         raise SystemExit(f"a figure of {OURS} is missing: {about['problems']}")

@@ -114,7 +114,7 @@ def test_a_restarted_engine_is_ready_once_pinned_adapters_are_loaded(
     assert [each["metadata"]["uid"] for each in chat.pods()] == [pod["metadata"]["uid"]]
 
 
-def test_three_replicas_serve_adapters_each_where_it_is_in_memory(
+def test_three_replicas_with_one_place_each_serve_more_adapters(
     release: Release, space: Kubectl, bucket: AdapterBucket
 ) -> None:
     engine = {"lora": {"maxLoras": 1, "maxLoraRank": LARGEST_RANK}}
@@ -131,11 +131,12 @@ def test_three_replicas_serve_adapters_each_where_it_is_in_memory(
         )
         assert wait_adapter(space, name, "Ready", "Loaded")["loadedReplicas"] == 3
     services = {name: release.service(name) for name in names}
-    before, answers = _loads(chat), {name: service.ask(max_tokens=8) for name, service in services.items()}
+    answers = {name: service.ask(max_tokens=8) for name, service in services.items()}
     assert len(set(answers.values())) == 2
     for _ in range(8):
         assert {name: service.ask(max_tokens=8) for name, service in services.items()} == answers
-    assert _loads(chat) - before <= 3, "requests go to replicas that must load their adapter"
+    num_loads = [metrics.total(pod, CONTROL_PORT, "pagemill_engine_adapter_loads_total") for pod in chat.pods()]
+    assert min(num_loads) >= 2, "each replica has read both"
 
 
 def test_a_woken_replica_serves_the_adapters_that_were_pinned_while_it_slept(
@@ -213,11 +214,6 @@ def _identities(chat: Deployed) -> list[tuple[str, str, int]]:
         (pod["metadata"]["name"], pod["metadata"]["uid"], pod["status"]["containerStatuses"][0]["restartCount"])
         for pod in chat.pods()
     ]
-
-
-def _loads(chat: Deployed) -> float:
-    """Return how many adapters all engines have read into memory."""
-    return sum(metrics.total(pod, CONTROL_PORT, "pagemill_engine_adapter_loads_total") for pod in chat.pods())
 
 
 def _is_ready(pod: Document) -> bool:

@@ -133,6 +133,9 @@ def test_an_adapter_is_ready_once_all_replicas_that_report_serve_it() -> None:
         ("Accepted", "True", "Accepted"), ("Ready", "False", "Loading"),
     ]  # fmt: skip
     assert adapter_findings(None, replicas, 1)[1][1:3] == ("True", "Loaded")
+    unnamed = adapter_findings(None, replicas, 1, is_named=False)[1]
+    assert unnamed[1:3] == ("False", "Loading"), "gateways answer that there is no such model"
+    assert "the status of the LLMDeployment" in unnamed.message
     assert adapter_findings(None, replicas.model_copy(update={"loaded_replicas": 0}), 0)[1].reason == "NoReplicas"
     refused = serving_replicas(wanted(), {"u1": [status("refused", reason="AdapterTooLarge", message="big")]}, pods)
     assert adapter_findings(None, refused, 2)[1][1:] == (
