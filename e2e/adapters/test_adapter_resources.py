@@ -24,7 +24,7 @@ from support.kubectl import Kubectl
 from support.load import Service
 from support.lora import LARGEST_RANK, AdapterBucket, adapter, wait_adapter
 from support.objects import Document
-from support.processes import kill_pod
+from support.processes import kill_pod, restart_count
 from support.release import Release
 from support.waiting import until
 
@@ -102,14 +102,11 @@ def test_a_restarted_engine_is_ready_once_pinned_adapters_are_loaded(
     sales = release.service("sales")
     answer = sales.ask()
     (pod,) = chat.pods()
-    bucket.proxy.bytes_per_s = 1.0
-    try:
-        kill_pod(pod, "pagemill_engine")
-        until("the engine waits for the adapter", lambda: "adapters sales" in _readiness(chat), timeout_s=STARTED_S)
-    finally:
-        bucket.proxy.bytes_per_s = float("inf")
-    until("the container was restarted", lambda: _identities(chat)[0][2] == 1, timeout_s=STARTED_S)
-    until("the pod is ready", lambda: _is_ready(chat.pods()[0]), timeout_s=STARTED_S)
+    kill_pod(pod, "pagemill_engine")
+    until("the engine is gone", lambda: not _readiness(chat), timeout_s=60, interval_s=0.05)
+    until("the engine is ready", lambda: '"ready":true' in _readiness(chat), timeout_s=STARTED_S, interval_s=0.02)
+    assert metrics.total(chat.pods()[0], CONTROL_PORT, "pagemill_engine_adapters", state="known") == 1
+    until("the pod is ready", lambda: restart_count(chat.pods()[0]) == 1 and _is_ready(chat.pods()[0]), timeout_s=60)
     assert sales.ask() == answer
     assert [each["metadata"]["uid"] for each in chat.pods()] == [pod["metadata"]["uid"]]
 
