@@ -1,5 +1,7 @@
 """A closed loop of clients for an OpenAI-compatible completions endpoint: prompts as token ids, answers streamed.
 
+Requests name one model, or each its own: adapters have names as models have.
+
 Every request opens a connection of its own, for all servers alike, because one of them closes its sockets after a
 stream. The client shares the machine's cores with the server.
 """
@@ -10,6 +12,7 @@ import asyncio
 import itertools
 import json
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import aiohttp
@@ -38,23 +41,28 @@ class LoadError(Exception):
 
 def send(url: str, model: str, jobs: Jobs, clients: int) -> tuple[float, list[Answer]]:
     """Send all jobs in order, `clients` at a time; return the wall time in seconds and the answers."""
-    return asyncio.run(_send(url, model, jobs, clients))
+    return send_each(url, [(model, *job) for job in jobs], clients)
 
 
-async def _send(url: str, model: str, jobs: Jobs, clients: int) -> tuple[float, list[Answer]]:
+def send_each(url: str, requests: Sequence[tuple[str, list[int], int]], clients: int) -> tuple[float, list[Answer]]:
+    """Send requests of model, prompt and number of tokens as `send` does."""
+    return asyncio.run(_send(url, requests, clients))
+
+
+async def _send(url: str, requests: Sequence[tuple[str, list[int], int]], clients: int) -> tuple[float, list[Answer]]:
     answers: list[Answer] = []
-    waiting = iter(jobs)
+    waiting = iter(requests)
     timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
 
         async def client() -> None:
-            for prompt, num_tokens in waiting:  # shared: each client takes the next one
+            for model, prompt, num_tokens in waiting:  # shared: each client takes the next one
                 answers.append(await _one(session, url, model, prompt, num_tokens))
 
         start = time.perf_counter()
         async with asyncio.TaskGroup() as group:
-            for _ in range(min(clients, len(jobs))):
+            for _ in range(min(clients, len(requests))):
                 group.create_task(client())
         return time.perf_counter() - start, answers
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -50,14 +51,15 @@ def _worker(weights: Path) -> Worker:
     return Worker([sys.executable, "-m", "peers.pagemill", str(weights)], {"PYTHONPATH": os.pathsep.join(paths)})
 
 
-def _server(weights: Path) -> Server:
+def server_with(weights: Path, name: str, engine: Mapping[str, Any], server: Mapping[str, Any]) -> Server:
+    """Return the server with settings of the engine and of the server, besides model, name and ports."""
     # Imported here: at the top, 21 MiB of the operator's libraries would count as the worker's memory.
     from pagemill_operator.backends.local.ports import free_port
 
     port, control_port = free_port(), free_port()
     settings = {
-        "engine": {"model": str(weights), "served_names": ["smollm2"], **SETTINGS},
-        "server": {"port": port, "control_port": control_port},
+        "engine": {"model": str(weights), "served_names": [name], **engine},
+        "server": {"port": port, "control_port": control_port, **server},
     }
     file = FOLDER / "settings" / f"{port}.json"
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -65,7 +67,11 @@ def _server(weights: Path) -> Server:
     argv = [sys.executable, "-m", "pagemill_engine.server", "--settings", str(file)]
     url = f"http://127.0.0.1:{port}"
     ready_url = f"http://127.0.0.1:{control_port}/readyz"
-    return Server(argv, {}, url, ready_url, "smollm2", must_say=must_say(str(weights)))
+    return Server(argv, {}, url, ready_url, name, must_say=must_say(str(weights)))
+
+
+def _server(weights: Path) -> Server:
+    return server_with(weights, "smollm2", SETTINGS, {})
 
 
 def must_say(weights: str) -> str:

@@ -8,6 +8,7 @@ requires is not on PyPI, and its C++ interface is the same.
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,22 +58,27 @@ def _worker(weights: Path) -> Worker:
     return Worker([interpreter(ENVIRONMENT), "-m", "peers.vllm_cpu", str(weights)], _variables())
 
 
-def _server(weights: Path) -> Server:
+def server_with(weights: Path, name: str, options: Sequence[str], variables: Mapping[str, str]) -> Server:
+    """Return the server with more options and environment variables than all have."""
     from pagemill_operator.backends.local.ports import free_port  # imported here: the worker has no pagemill
 
     port = free_port()
     argv = [interpreter(ENVIRONMENT), "-m", "vllm.entrypoints.openai.api_server", "--model", str(weights)]
-    argv += ["--served-model-name", "smollm2", "--dtype", "bfloat16", "--host", "127.0.0.1", "--port", str(port)]
-    argv += ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_NUM_SEQS)]
+    argv += ["--served-model-name", name, "--dtype", "bfloat16", "--host", "127.0.0.1", "--port", str(port)]
     url = f"http://127.0.0.1:{port}"
-    return Server(argv, _variables(), url, f"{url}/health", "smollm2")
+    return Server([*argv, *options], {**_variables(), **variables}, url, f"{url}/health", name)
 
 
-def _install(uv: Path) -> None:
+def _server(weights: Path) -> Server:
+    options = ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_NUM_SEQS)]
+    return server_with(weights, "smollm2", options, {})
+
+
+def install_vllm(uv: Path) -> None:
     install(uv, ENVIRONMENT, PACKAGES, OVERRIDES)
 
 
-PEERS = [Peer("vllm-bf16", "float", "folder", "bfloat16, torch.compile, threads bound", _install, _worker, _server)]
+PEERS = [Peer("vllm-bf16", "float", "folder", "bfloat16, torch.compile, threads bound", install_vllm, _worker, _server)]
 
 if __name__ == "__main__":
     serve(lambda: load(sys.argv[1]))

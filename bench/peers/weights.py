@@ -57,11 +57,11 @@ def write_folder(source: Path, folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     spec = load_model_spec(source)
     config = llama_config(spec) | {"torch_dtype": "bfloat16"}
-    _write_tokenizer(source, folder, config)
+    write_tokenizer(source, folder, config)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
 
 
-def _write_tokenizer(source: Path, folder: Path, config: dict[str, Any]) -> None:
+def write_tokenizer(source: Path, folder: Path, config: dict[str, Any]) -> None:
     from pagemill_models.tokenizer_files.load_bundle import load_bundle
 
     bundle = load_bundle(source)

@@ -1,4 +1,4 @@
-"""Adapters as resources: they come and go while pods serve, and new and woken replicas serve pinned ones at once.
+"""Adapters as resources: they come and go while pods serve, and new, restarted and woken replicas have pinned ones.
 
 bash runs the kubectl commands of docs/how-to/serve-adapters.md.
 """
@@ -17,13 +17,14 @@ from pathlib import Path
 import openai
 import pytest
 import yaml
-from support import lora
+from support import lora, metrics
 from support.clusters import Cluster
 from support.deployments import Deployed, deploy
 from support.kubectl import Kubectl
 from support.load import Service
-from support.lora import AdapterBucket, adapter, wait_adapter
+from support.lora import LARGEST_RANK, AdapterBucket, adapter, wait_adapter
 from support.objects import Document
+from support.processes import kill_pod, restart_count
 from support.release import Release
 from support.waiting import until
 
@@ -89,6 +90,50 @@ def test_a_new_replica_is_ready_once_pinned_adapters_are_loaded(
         bucket.proxy.bytes_per_s = float("inf")
     chat.wait_ready(1, STARTED_S)
     assert release.service("sales").ask() != release.service("chat").ask()
+
+
+def test_a_restarted_engine_is_ready_once_pinned_adapters_are_loaded(
+    release: Release, space: Kubectl, bucket: AdapterBucket
+) -> None:
+    chat = deploy(space, bucket.deployment("chat"))
+    space.apply(adapter("sales", "chat", "sales", pinned=True))
+    chat.wait_ready(1, STARTED_S)
+    wait_adapter(space, "sales", "Ready", "Loaded")
+    sales = release.service("sales")
+    answer = sales.ask()
+    (pod,) = chat.pods()
+    kill_pod(pod, "pagemill_engine")
+    until("the engine is gone", lambda: not _readiness(chat), timeout_s=60, interval_s=0.05)
+    until("the engine is ready", lambda: '"ready":true' in _readiness(chat), timeout_s=STARTED_S, interval_s=0.02)
+    assert metrics.total(chat.pods()[0], CONTROL_PORT, "pagemill_engine_adapters", state="known") == 1
+    until("the pod is ready", lambda: restart_count(chat.pods()[0]) == 1 and _is_ready(chat.pods()[0]), timeout_s=60)
+    assert sales.ask() == answer
+    assert [each["metadata"]["uid"] for each in chat.pods()] == [pod["metadata"]["uid"]]
+
+
+def test_three_replicas_with_one_place_each_serve_more_adapters(
+    release: Release, space: Kubectl, bucket: AdapterBucket
+) -> None:
+    engine = {"lora": {"maxLoras": 1, "maxLoraRank": LARGEST_RANK}}
+    chat = deploy(space, bucket.deployment("chat", replicas=3, engine=engine))
+    names = ("sales", "support")
+    space.apply(*(adapter(name, "chat", name) for name in names))
+    chat.wait_ready(3, STARTED_S)
+    pods = sorted(pod["metadata"]["name"] for pod in chat.pods())
+    for name in names:
+        until(
+            f"all replicas serve {name}",
+            lambda name=name: sorted(space.json("get", "lora", name).get("status", {}).get("loaded", [])) == pods,
+            timeout_s=STARTED_S,
+        )
+        assert wait_adapter(space, name, "Ready", "Loaded")["loadedReplicas"] == 3
+    services = {name: release.service(name) for name in names}
+    answers = {name: service.ask(max_tokens=8) for name, service in services.items()}
+    assert len(set(answers.values())) == 2
+    for _ in range(8):
+        assert {name: service.ask(max_tokens=8) for name, service in services.items()} == answers
+    num_loads = [metrics.total(pod, CONTROL_PORT, "pagemill_engine_adapter_loads_total") for pod in chat.pods()]
+    assert min(num_loads) >= 2, "each replica has read both"
 
 
 def test_a_woken_replica_serves_the_adapters_that_were_pinned_while_it_slept(
@@ -166,6 +211,10 @@ def _identities(chat: Deployed) -> list[tuple[str, str, int]]:
         (pod["metadata"]["name"], pod["metadata"]["uid"], pod["status"]["containerStatuses"][0]["restartCount"])
         for pod in chat.pods()
     ]
+
+
+def _is_ready(pod: Document) -> bool:
+    return any(each["type"] == "Ready" and each["status"] == "True" for each in pod["status"].get("conditions", []))
 
 
 def _readiness(chat: Deployed) -> str:

@@ -11,6 +11,7 @@ import pytest
 
 from observability.panels import SELECTED
 from observability.rules import recording_groups
+from pagemill_protocol import metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / "charts" / "pagemill" / "files" / "dashboards").glob("*.json"))
@@ -128,3 +129,19 @@ def test_one_title_has_one_meaning() -> None:
         for panel in panels(dashboard):
             meanings.setdefault(panel["title"], set()).add(tuple(each["expr"] for each in panel["targets"]))
     assert [title for title, found in meanings.items() if len(found) > 1] == []
+
+
+def test_series_of_engines_and_gateways_are_exported() -> None:
+    known = [value for value in vars(metrics).values() if isinstance(value, metrics.MetricSpec)]
+    names = {spec.exported_name for spec in known}
+    names |= {f"{spec.name}_{end}" for spec in known if spec.kind == "histogram" for end in ("bucket", "sum", "count")}
+    shown = {
+        name
+        for dashboard in DASHBOARDS
+        for target in targets(dashboard)
+        for name, _ in SELECTOR.findall(target["expr"])
+        if name.startswith(("vllm:", "pagemill_engine_", "pagemill_gateway_"))
+    }
+    of_adapters = {"pagemill_engine_adapters", "pagemill_engine_adapter_loads_total"}
+    assert of_adapters | {"pagemill_engine_adapter_evictions_total", "pagemill_gateway_adapter_requests_total"} <= shown
+    assert shown - names == set()

@@ -387,6 +387,32 @@ async def test_clients_request_an_adapter_like_a_model(engines, gateways, fake) 
     assert [each.adapter_digest for engine in engines for each in engine.requests if each.model == fake.MODEL] == [""]
 
 
+async def test_metrics_count_requests_and_tokens_of_each_adapter(engines, gateways, fake) -> None:
+    engines[0].adapters = slots("p", "t")
+    gateway = await gateways(engines[0], catalog=fake.catalog_of(engines[0], adapters=[PRETTY, TERSE]))
+    for name in ("pretty", "pretty", "terse", fake.MODEL):
+        assert (await gateway.chat(model=name)).status == 200
+
+    async def counted(metric: str) -> list[str]:
+        text = (await gateway.get("/metrics", control=True)).raw.decode()
+        lines = [line for line in text.splitlines() if line.startswith(metric) and not line.endswith(" 0.0")]
+        return sorted(line.removeprefix(metric) for line in lines)
+
+    requests = await counted("pagemill_gateway_adapter_requests_total")
+    assert requests == [
+        f'{{adapter="{name}",model="{fake.MODEL}",outcome="completed"}} {number}'
+        for name, number in (("pretty", 2.0), ("terse", 1.0))
+    ]
+    tokens = await counted("pagemill_gateway_adapter_tokens_total")
+    assert {line.split('"')[1] for line in tokens} == {"pretty", "terse"}
+
+
+async def test_clients_of_a_gateway_load_no_adapters(engines, gateways, fake) -> None:
+    gateway = await gateways(engines[0])
+    for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
+        assert (await gateway.post(path, {"lora_name": "a", "lora_path": "/b"})).status == 404
+
+
 async def test_a_key_may_use_the_adapters_that_it_names(engines, gateways, fake) -> None:
     engines[0].adapters = slots("p")
     catalog = fake.catalog_of(engines[0], adapters=[PRETTY, TERSE])

@@ -13,6 +13,7 @@ from pagemill_operator.plan.adapters import (
     AdapterClaim,
     ClaimedAdapters,
     listed_claims,
+    mounted_claim,
     resource_claim,
     serving_replicas,
 )
@@ -87,6 +88,22 @@ def test_a_source_that_engines_cannot_read_is_refused(source: str) -> None:
     assert refusals(claimed(claim), claim) == ["UnsupportedSource"]
 
 
+def test_a_source_on_the_models_claim_is_served_by_its_path_in_the_pods() -> None:
+    own, other = resource("a", 1, source="pvc://models/loras/a b"), resource("b", 2, source="pvc://others/b")
+    found = claimed(own, other)
+    found.mount("ns/chat", mounted_claim({"model": {"source": "pvc://models/base"}}))
+    assert refusals(found, own, other) == ["", "UnsupportedSource"]
+    refusal = found.refusal(other)
+    assert refusal is not None
+    assert "ns/chat mount the claim models only" in refusal.message
+    (asked,) = found.wanted("ns/chat")
+    assert asked == WantedAdapter(name="a", source="file:///models/loras/a%20b")
+    assert found.asked(own) == asked, "as engines report it"
+    for model in ({"source": "hf://a/b"}, {"source": "pvc://models/base", "cache": {"size": "1Gi"}}):
+        found.mount("ns/chat", mounted_claim({"model": model}))
+        assert refusals(found, own) == ["UnsupportedSource"]
+
+
 def status(state: Any, source: str = "hf://a/b", **fields: str) -> AdapterStatus:
     return AdapterStatus(name="sql", source=source, state=state, **fields)
 
@@ -116,6 +133,9 @@ def test_an_adapter_is_ready_once_all_replicas_that_report_serve_it() -> None:
         ("Accepted", "True", "Accepted"), ("Ready", "False", "Loading"),
     ]  # fmt: skip
     assert adapter_findings(None, replicas, 1)[1][1:3] == ("True", "Loaded")
+    unnamed = adapter_findings(None, replicas, 1, is_named=False)[1]
+    assert unnamed[1:3] == ("False", "Loading"), "gateways answer that there is no such model"
+    assert "the status of the LLMDeployment" in unnamed.message
     assert adapter_findings(None, replicas.model_copy(update={"loaded_replicas": 0}), 0)[1].reason == "NoReplicas"
     refused = serving_replicas(wanted(), {"u1": [status("refused", reason="AdapterTooLarge", message="big")]}, pods)
     assert adapter_findings(None, refused, 2)[1][1:] == (

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from arriving_models import from_hub
+from huggingface_hub import constants
 from oci_registry import PASSWORD, USER, artifact, image, push, token_registry
 from s3_server import KEY, SECRET, S3Server, running_s3_server
 from tiny_files import gguf_file, model_files, safetensors
@@ -84,6 +86,20 @@ def test_a_registry_gives_artifacts_and_images(monkeypatch: pytest.MonkeyPatch) 
         push(url, "team/adapter", "image", image({f"models/it/{name}": content for name, content in FILES.items()}))
         assert content_of(resolve_adapter(f"oci://{host}/team/adapter:v1", "source")) == FILES
         assert content_of(resolve_adapter(f"oci://{host}/team/adapter:image", "source")) == FILES
+
+
+def test_a_hub_gives_an_adapters_files_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    repository = tmp_path / "repository"
+    repository.mkdir()
+    for name, content in {**FILES, "README.md": b"# an adapter", "optimizer.pt": b"pickled"}.items():
+        (repository / name).write_bytes(content)
+    with from_hub(repository, tmp_path, monkeypatch) as origin:
+        origin.proxy.bytes_per_s = float("inf")
+        monkeypatch.setattr(constants, "ENDPOINT", origin.proxy.url)
+        template = origin.proxy.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        assert content_of(resolve_adapter(f"hf://{origin.source}", "source")) == FILES
+        assert content_of(resolve_adapter(origin.source, "source")) == FILES
 
 
 def test_what_is_no_adapter_is_named() -> None:

@@ -47,12 +47,20 @@ _AROUND_ONE = ("gemma", "gemma2", "gemma3", "nemotron")
 
 
 def write_family_gguf(
-    path: Path, folder: Path, architecture: str, *, parts: int = 1, tokenizer: str | None = None, **metadata: Any
+    path: Path,
+    folder: Path,
+    architecture: str,
+    *,
+    parts: int = 1,
+    tokenizer: str | None = None,
+    embedding: str = "F32",
+    **metadata: Any,
 ) -> None:
     """Write a family as GGUF.
 
     `parts` is the number of files of a split model, with the first at `path`. `tokenizer` is its kind; with `no_vocab`,
-    llama.cpp can read a file without one. `metadata` are keys in addition to those of the configuration.
+    llama.cpp can read a file without one. `embedding` is the type of the words' matrix. `metadata` are keys in addition
+    to those of the configuration.
     """
     config: Config = json.loads((folder / "config.json").read_text())
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=SPLIT_TENSORS if parts > 1 else 0)
@@ -65,7 +73,8 @@ def write_family_gguf(
     if tokenizer is not None:
         writer.add_tokenizer_model(tokenizer)
     for name, tensor in _tensors(folder, config, architecture).items():
-        writer.add_tensor(name, tensor.float().contiguous().numpy())
+        kind = gguf.GGMLQuantizationType[embedding if name == "token_embd.weight" else "F32"]
+        writer.add_tensor(name, gguf.quants.quantize(tensor.float().contiguous().numpy(), kind), raw_dtype=kind)
     _finish(writer)
 
 

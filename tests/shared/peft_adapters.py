@@ -33,6 +33,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("GPTNeoX", {**_LLAMA, "rotary_pct": 0.5}),
     "mixtral": ("Mixtral", {**_LLAMA, **_MIXTURE}),
     "qwen3_moe": ("Qwen3Moe", {**_LLAMA, **_MIXTURE, "head_dim": 16, "norm_topk_prob": True}),
+    "qwen2_moe": ("Qwen2Moe", {**_LLAMA, **_MIXTURE, "shared_expert_intermediate_size": 48}),
     "gpt_oss": ("GptOss", {**_LLAMA, **_MIXTURE, "head_dim": 16}),
     "deepseek_v3": ("DeepseekV3", {
         **_LLAMA, "num_hidden_layers": 2, "num_key_value_heads": 4, "moe_intermediate_size": 40, "n_routed_experts": 4,
@@ -57,6 +58,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "llama, some layers": ("llama", {"target_modules": ["q_proj", "up_proj"], "layers_to_transform": [1, 2]}),
+    "llama, ends of names": (
+        "llama",
+        {
+            "target_modules": ["self_attn.q_proj", "layers.1.mlp.up_proj", "down_proj"],
+            "exclude_modules": ["layers.0.mlp.down_proj"],
+        },
+    ),
+    "llama, layers of a list": (
+        "llama", {"target_modules": ["o_proj", "up_proj"], "layers_to_transform": 1, "layers_pattern": "layers"},
+    ),
     "llama, embedding and head": ("llama", {"target_modules": ["embed_tokens", "lm_head", "v_proj"]}),
     "llama, tied head": ("llama tied", {"target_modules": ["embed_tokens", "k_proj"]}),
     "gpt2": ("gpt2", {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}),
@@ -77,6 +88,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe, one parameter": (
         "qwen3_moe", {"target_modules": ["k_proj"], "target_parameters": ["experts.gate_up_proj"]},
     ),
+    "qwen2_moe, all-linear": ("qwen2_moe", {"target_modules": "all-linear"}),
     "gpt_oss": (
         "gpt_oss",
         {"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj", "experts.gate_up_proj"]},

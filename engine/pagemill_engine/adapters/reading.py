@@ -33,8 +33,20 @@ _ROUNDING = 2.0**-7
 
 Pause = Callable[[], None]
 """Called between tensors: may let the steps of the engine go on."""
-ReadBase = Callable[[str], Array]
-"""Returns a matrix of the base by its stored name, float32 [rows, columns]."""
+
+
+class BaseMatrix(NamedTuple):
+    """A matrix of the base as its files have it."""
+
+    values: Array
+    """float32 [rows, columns]."""
+    steps: Array | None = None
+    """float32 [rows]: the largest difference of two neighbouring values that quantization left in a row; None: the
+    matrix is stored as floats."""
+
+
+ReadBase = Callable[[str], BaseMatrix]
+"""Returns a matrix of the base by its stored name."""
 
 
 class PartOfAdapter(NamedTuple):
@@ -154,10 +166,11 @@ def _unconverted(low: LowRank, a: Array, b: Array) -> tuple[Array, Array]:
     return a, b
 
 
-def _compare(copy: SavedCopy, values: Array, base: Array) -> None:
-    if values.shape == base.shape[::-1] != base.shape:
+def _compare(copy: SavedCopy, values: Array, base: BaseMatrix) -> None:
+    shape = base.values.shape
+    if values.shape == shape[::-1] != shape:
         values = values.T
-    if values.shape != base.shape or not _equal(values, base):
+    if values.shape != shape or not _equal(values, base):
         raise unsupported(
             f"Tensor `{copy.header.name}` is a copy of `{copy.stored_name}` and differs from this model's: trained "
             "matrices are not served beside LoRA. If it was not trained, save the adapter again with "
@@ -165,6 +178,10 @@ def _compare(copy: SavedCopy, values: Array, base: Array) -> None:
         )
 
 
-def _equal(values: Array, base: Array) -> bool:
-    difference: Any = np.abs(values - base)
-    return bool((difference <= _ROUNDING * np.abs(base)).all())
+def _equal(values: Array, base: BaseMatrix) -> bool:
+    """Whether a copy is the base's matrix: before quantization its values were at most one step away."""
+    difference: Any = np.abs(values - base.values)
+    allowed: Any = _ROUNDING * np.abs(base.values)
+    if base.steps is not None:
+        allowed += base.steps[:, None]
+    return bool((difference <= allowed).all())

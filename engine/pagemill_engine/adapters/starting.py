@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from pagemill_engine.adapters.packing import Pack, pack_for_torch, pack_natively
+from pagemill_engine.adapters.reading import BaseMatrix
 from pagemill_engine.adapters.store import AdapterLimits, AdapterStore
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.weights.errors import LoadError
@@ -54,6 +55,20 @@ def check_serves(config: EngineConfig, spec: ModelSpec) -> None:
         raise LoadError("SettingsUnsupported", f"enable_lora: {why}.")
 
 
+def _steps(weights: WeightSource, name: str) -> Array | None:
+    """Return the largest step of each row of a quantized matrix; None if it has none.
+
+    Types with scales of scales round the smaller ones of a row by parts of the largest.
+    """
+    kind = weights.code_kind(name)
+    if kind is None or kind.is_float or (found := weights.read_codes(name)) is None:
+        return None
+    used = np.unique(found.codes).astype(np.int32)  # types with tables use some integers only
+    largest = np.diff(used).max(initial=1)
+    steps: Array = np.abs(found.scales).max(axis=1) * np.float32(largest)
+    return steps
+
+
 def make_store(
     config: EngineConfig,
     decoder: DecoderSpec,
@@ -66,10 +81,10 @@ def make_store(
 
     stored = weights.source if isinstance(weights, QuantizedWeights) else weights
 
-    def base(name: str) -> Array:
+    def base(name: str) -> BaseMatrix:
         values = np.empty(stored.shapes[name], dtype=np.float32)
         stored.read_into(name, values)
-        return values
+        return BaseMatrix(values, _steps(stored, name))
 
     pack: Pack = pack_natively if natively else pack_for_torch
     packs = pack if of_rank is None else of_rank(pack)

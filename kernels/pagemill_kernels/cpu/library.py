@@ -104,7 +104,7 @@ class NormWeights(ctypes.Structure):
     )
 
 
-class Gating(ctypes.Structure):
+class GroupChoice(ctypes.Structure):
     _fields_ = (
         ("bias", c_void_p),
         ("num_groups", c_int64),
@@ -390,7 +390,7 @@ _SIGNATURES = {
     "pagemill_activate": (c_void_p, c_int64, c_int64, c_int32, c_int32, c_float, c_void_p, c_int32),
     "pagemill_route": (c_void_p, c_int64, c_int64, c_int64, c_int32, c_void_p, c_void_p),
     "pagemill_route_by_groups": (
-        c_void_p, c_int64, c_int64, c_int64, c_int32, POINTER(Gating), c_void_p, c_void_p,
+        c_void_p, c_int64, c_int64, c_int64, c_int32, POINTER(GroupChoice), c_void_p, c_void_p,
     ),
     "pagemill_rotate": (c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_int32),
     "pagemill_add_gated": (c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int32),

@@ -33,7 +33,7 @@ class NativeExperts:
         self._call = launch.native().pagemill_experts
 
     def weights(
-        self, router: NativeLinear, top_k: int, renormalized: bool, gating: library.Gating | None = None
+        self, router: NativeLinear, top_k: int, renormalized: bool, gating: library.GroupChoice | None = None
     ) -> library.ExpertsWeights:
         """Return the C structure for layer.cpp, with the router.
 
@@ -95,9 +95,9 @@ class NativeExperts:
         )
 
 
-def gating_of(gating: Gating, bias: Array | None) -> library.Gating:
+def gating_of(gating: Gating, bias: Array | None) -> library.GroupChoice:
     """Return the C structure, which has the address of `bias`, float32 [experts]."""
-    return library.Gating(
+    return library.GroupChoice(
         bias=optional_address(bias),
         num_groups=gating.num_groups,
         top_groups=gating.top_groups,

@@ -10,8 +10,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from pagemill_crds.status import AdapterReplicas
 from pagemill_models.sources import SourceError, find_kind, in_full
+from pagemill_operator.plan.pod_template import mounted_file
 from pagemill_protocol.report.adapters import AdapterStatus, WantedAdapter
 
 MAX_PODS = 32
@@ -68,6 +71,14 @@ def _wanted(spec: Mapping[str, Any], name: str) -> WantedAdapter:
     return WantedAdapter(name=name, source=spec["source"], pinned=spec.get("pinned", False))
 
 
+def mounted_claim(spec: Mapping[str, Any]) -> str | None:
+    """Return the PersistentVolumeClaim at `MODEL_PATH` in the engines of a raw spec of an LLMDeployment that names one
+    as its model's source."""
+    model = spec.get("model", {})
+    scheme, _, rest = in_full(model.get("source", "").strip()).partition("://")
+    return rest.partition("/")[0] if scheme == "pvc" and model.get("cache") is None else None
+
+
 def serves_adapters(spec: Mapping[str, Any]) -> bool:
     """Whether the engines of a raw spec of an LLMDeployment have places for adapters."""
     return spec.get("engine", {}).get("lora") is not None or bool(spec.get("model", {}).get("adapters"))
@@ -84,6 +95,8 @@ class ClaimedAdapters:
         """(kind, namespace/name) -> claims."""
         self._by_name: dict[str, set[AdapterClaim]] = {}
         self._by_deployment: dict[str, set[AdapterClaim]] = {}
+        self._mounted: dict[str, str] = {}
+        """Deployment's key -> PersistentVolumeClaim of its model."""
         self._models: dict[str, frozenset[str]] = {}
         """Deployment's key -> names of its model."""
         self._of_models: dict[str, set[str]] = {}
@@ -116,6 +129,19 @@ class ClaimedAdapters:
             self._of_models.setdefault(name, set()).add(key)
         return self._claimants(before ^ after) if before != after else set()
 
+    def mount(self, key: str, claim: str | None) -> None:
+        """Store the PersistentVolumeClaim that the deployment's engines have mounted for their model."""
+        self._mounted.pop(key, None)
+        if claim is not None:
+            self._mounted[key] = claim
+
+    def asked(self, claim: AdapterClaim) -> WantedAdapter:
+        """Return what the engines are asked to serve: a source on their claim by its path in the pods."""
+        wanted = claim.wanted
+        if not wanted.source.startswith("pvc://"):
+            return wanted
+        return msgspec.structs.replace(wanted, source=mounted_file(wanted.source))
+
     def of(self, key: str) -> list[tuple[AdapterClaim, AdapterRefusal | None]]:
         """Return the claims on a deployment by name, each with the cause if it is refused."""
         claims = sorted(self._by_deployment.get(key, ()), key=lambda each: (each.wanted.name, *_age(each)))
@@ -123,20 +149,23 @@ class ClaimedAdapters:
 
     def wanted(self, key: str) -> tuple[WantedAdapter, ...]:
         """Return the adapters that the deployment's engines are asked to serve."""
-        return tuple(each.wanted for each, refusal in self.of(key) if refusal is None)
+        return tuple(self.asked(each) for each, refusal in self.of(key) if refusal is None)
 
     def refusal(self, claim: AdapterClaim) -> AdapterRefusal | None:
         name = claim.wanted.name
-        if claim.wanted.source.startswith("pvc://"):
-            message = (
-                "engines do not mount this claim: mount it with spec.template of the LLMDeployment, and use file://"
-            )
-            return AdapterRefusal(UNSUPPORTED, message)
         try:
             source = in_full(claim.wanted.source)
             find_kind(source).check(source, "source")
         except SourceError as error:
             return AdapterRefusal(UNSUPPORTED, error.message)
+        mounted = self._mounted.get(claim.deployment)
+        if source.startswith("pvc://") and source.split("/")[2] != mounted:
+            message = (
+                f"the engines of {claim.deployment} mount {f'the claim {mounted} only' if mounted else 'no claim'}: "
+                "store the adapter beside a model that spec.model.source names by pvc://, or mount its claim with "
+                "spec.template of the LLMDeployment and use file://"
+            )
+            return AdapterRefusal(UNSUPPORTED, message)
         if models := self._of_models.get(name):
             return AdapterRefusal(
                 NAME_CONFLICT, f"{min(models)} serves a model of the name {name}; choose another name"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import quote
 
 from pagemill_crds.models import LLMDeploymentSpec
 from pagemill_operator.plan.types import Problem
@@ -49,6 +50,16 @@ _SECURITY_FIELDS = {
     "readinessProbe": "merged into the operator's: replicas count as ready by it",
     "startupProbe": "merged into the operator's: an engine that takes longer is restarted",
 }
+
+
+def file_url(path: str) -> str:
+    return "file://" + quote(path.rstrip("/"))
+
+
+def mounted_file(source: str) -> str:
+    """Return where the pods have a `pvc://` source on the claim of their model."""
+    _, _, rest = source.partition("://")
+    return file_url(f"{MODEL_PATH}/{rest.partition('/')[2]}")
 
 
 def template_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:

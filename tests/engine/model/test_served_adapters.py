@@ -63,11 +63,14 @@ def test_the_plan_has_the_memory_that_adapters_take(
 @pytest.mark.sample(
     "llama, all-linear*",
     "llama, patterns",
+    "llama, ends of names",
+    "llama, layers of a list",
     "llama, tied head",
     "gpt2, embedding",
     "phi3",
     "gpt_oss",
     "qwen3_moe, one parameter",
+    "qwen2_moe, all-linear",
 )
 @pytest.mark.parametrize("case", CASES)
 def test_greedy_answers_equal_pefts(case: str, bases: Any, tmp_path: Path) -> None:
@@ -201,6 +204,43 @@ def test_the_adapter_that_was_used_longest_ago_is_dropped_also_if_all_have_slots
     assert engine.core.adapters.counts() == ([], [])
     last = engine.load(folders[2])
     assert engine.core.adapters.slots().resident == [often, last]
+
+
+def test_a_pinned_adapter_is_dropped_after_all_others(bases: Any, tmp_path: Path) -> None:
+    base = bases("llama")
+    engine = Engine(base.folder, max_loras=1, max_cpu_loras=2)
+    folders = [write_adapter(base, tmp_path / str(seed), seed, target_modules=["q_proj"]).folder for seed in range(4)]
+    requests = engine.core.adapters
+    assert requests is not None
+    pinned = requests.load(folders[0], pinned=True).digest
+    digests = [engine.load(folder) for folder in folders[1:]]
+    for digest in (*digests, *digests):
+        engine.greedy(PROMPTS[:1], [digest], 1)
+        assert requests.store.loaded == [pinned, digest]
+    requests.store.forget(pinned)
+    assert requests.store.loaded == digests[-1:]
+
+
+def test_requests_that_wait_for_an_adapter_are_load(bases: Any, tmp_path: Path) -> None:
+    """Gateways choose engines, and the operator their number, by what reports count as waiting."""
+    base = bases("llama")
+    engine = Engine(base.folder, max_loras=1, max_cpu_loras=2)
+    digests = [
+        engine.load(write_adapter(base, tmp_path / str(seed), seed, target_modules=["q_proj"]).folder)
+        for seed in (1, 2)
+    ]
+    requests = engine.core.adapters
+    assert requests is not None
+    for index in range(3):
+        engine.add(str(index), PROMPTS[index], digests[min(index, 1)])
+    engine.core.step()
+    load = requests.counted(engine.core.load())
+    assert (load.num_requests_running, load.num_requests_waiting) == (1, 2)
+    assert load.num_tokens_waiting == 2 * len(PROMPTS[0])
+    while engine.core.has_work:
+        engine.core.step()
+    load = requests.counted(engine.core.load())
+    assert (load.num_requests_running, load.num_requests_waiting, load.num_tokens_waiting) == (0, 0, 0)
 
 
 def order_of_ends(engine: Engine, digests: Sequence[str]) -> list[int]:

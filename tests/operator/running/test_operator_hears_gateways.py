@@ -374,6 +374,33 @@ async def test_adapters_reach_running_engines_and_their_status_shows_what_engine
     await api.until(lambda: listed() == ["listed"])
 
 
+async def test_an_adapter_on_the_models_claim_is_asked_for_by_its_path_in_the_pods(
+    api: Any, gateway: FakeGateway, run_operator: Any
+) -> None:
+    api.change("Pod", pod())
+    labels = {"app.kubernetes.io/name": "pagemill-engine", "pagemill.dev/deployment": "chat"}
+    engine = api.change("Pod", {"metadata": {"name": "chat-0", "namespace": "default", "labels": labels}, "spec": {}})
+    api.change("LLMDeployment", with_adapters(source="pvc://models/base"))
+    for called, source in (("sql", "pvc://models/sql"), ("lost", "pvc://others/lost")):
+        api.change("LoRAAdapter", adapter(called, source=source))
+    run_operator(gateway_control_port=gateway.port)
+
+    def reason(name: str) -> list[str]:
+        status = api.get("LoRAAdapter", name).get("status") or {}
+        return [each["reason"] for each in status.get("conditions", [])]
+
+    await api.until(lambda: reason("lost") == ["UnsupportedSource"] * 2 and reason("sql") == ["Accepted", "NoReplicas"])
+    await api.until(lambda: api.get("ConfigMap", "chat-adapters") and api.get("Deployment", "chat-engine"))
+    (asked,) = json.loads(api.get("ConfigMap", "chat-adapters")["data"]["adapters.json"])["adapters"]
+    assert (asked["name"], asked["source"]) == ("sql", "file:///models/sql")
+    template = api.get("Deployment", "chat-engine")["spec"]["template"]["spec"]
+    (mount,) = [each for each in template["containers"][0]["volumeMounts"] if each["name"] == "model"]
+    assert mount["mountPath"] == "/models"
+    known = AdapterStatus(name="sql", source=asked["source"], state="known", digest="d")
+    gateway.set_load(replicas=[EngineReport(engine["metadata"]["uid"], adapters=[known])])
+    await api.until(lambda: reason("sql") == ["Accepted", "Loaded"])
+
+
 async def test_an_adapter_needs_a_deployment_with_places_for_adapters(
     api: Any, gateway: FakeGateway, run_operator: Any
 ) -> None:

@@ -175,7 +175,7 @@ struct NormWeights {
 };
 
 // A choice of experts by groups; experts.cpp.
-struct Gating {
+struct GroupChoice {
   const float* bias;  // [experts]: added to the scores for the choice, not for the weights; null: none
   int64_t num_groups;
   int64_t top_groups;  // experts of the other groups are not chosen
@@ -199,7 +199,7 @@ struct ExpertsWeights {
   float limit;         // 0: none
   int32_t gated;
   int32_t padding;
-  const Gating* gating;  // null: by the softmax of the logits
+  const GroupChoice* gating;  // null: by the softmax of the logits
 };
 
 // An MLP that computes all tokens beside a mixture of experts; biases may be null.

@@ -67,7 +67,7 @@ void score(const float* logits, int64_t num_experts, bool sigmoid, float* scores
 }
 
 // Takes the experts of all but the best groups out of the choice.
-void keep_best_groups(const Gating& gating, std::vector<Choice>& order) {
+void keep_best_groups(const GroupChoice& gating, std::vector<Choice>& order) {
   const int64_t size = order.size() / gating.num_groups;
   std::vector<Choice> groups(gating.num_groups), own(size);
   for (int64_t g = 0; g < gating.num_groups; ++g) {
@@ -107,7 +107,7 @@ extern "C" void pagemill_route(const float* logits, int64_t tokens, int64_t num_
 // Returns experts and weights like pagemill_route, chosen by groups (arXiv 2405.04434, 2412.19437): weights are scale *
 // score, or with `renormalized` shares of the chosen scores' sum.
 extern "C" void pagemill_route_by_groups(const float* logits, int64_t tokens, int64_t num_experts, int64_t top_k,
-                                         int32_t renormalized, const Gating* gating, int64_t* chosen, float* weights) {
+                                         int32_t renormalized, const GroupChoice* gating, int64_t* chosen, float* weights) {
   std::vector<float> scores(num_experts);
   std::vector<Choice> order(num_experts);
   for (int64_t t = 0; t < tokens; ++t, logits += num_experts, chosen += top_k, weights += top_k) {

@@ -37,7 +37,7 @@ void pagemill_activate(const float* x, int64_t rows, int64_t size, int32_t activ
 void pagemill_route(const float* logits, int64_t tokens, int64_t num_experts, int64_t top_k, int32_t renormalized,
                     int64_t* chosen, float* weights);
 void pagemill_route_by_groups(const float* logits, int64_t tokens, int64_t num_experts, int64_t top_k,
-                              int32_t renormalized, const pagemill::Gating* gating, int64_t* chosen, float* weights);
+                              int32_t renormalized, const pagemill::GroupChoice* gating, int64_t* chosen, float* weights);
 void pagemill_experts(const pagemill::PackedWeight* const* ups, const float* const* up_biases,
                       const pagemill::PackedWeight* const* downs, const float* const* down_biases, int64_t num_experts,
                       const float* x, int64_t tokens, int64_t x_stride, const int64_t* chosen, const float* weights,

@@ -208,7 +208,8 @@ class KubernetesCluster(Cluster):
             if claim.wanted.name in names:
                 continue
             names.add(claim.wanted.name)
-            replicas = serving_replicas(claim.wanted, reports, pods) if refusal is None else AdapterReplicas()
+            asked = self._known.adapters.asked(claim)
+            replicas = serving_replicas(asked, reports, pods) if refusal is None else AdapterReplicas()
             why = {} if refusal is None else {"reason": refusal.reason, "message": refusal.message}
             wanted = {"name": claim.wanted.name, "source": claim.wanted.source, "pinned": claim.wanted.pinned}
             yield AdapterSummary.model_validate({**replicas.model_dump(), **wanted, **why})

@@ -98,11 +98,12 @@ class AdapterStatuses:
     def _status(self, adapter: Manifest, old: Mapping[str, Any]) -> dict[str, Any]:
         claim, generation = resource_claim(adapter), adapter["metadata"].get("generation", 0)
         refusal = self._refusal(claim)
-        replicas, num_pods = AdapterReplicas(), 0
+        replicas, num_pods, is_named = AdapterReplicas(), 0, False
         if refusal is None:
+            is_named = self._is_named(claim)
             pods = {pod["metadata"]["uid"]: pod["metadata"]["name"] for pod in self._cache.pods(claim.deployment)}
             reports = {uid: report.adapters for uid, report in self._held(claim.deployment).items()}
-            replicas = serving_replicas(claim.wanted, reports, pods)
+            replicas = serving_replicas(self._cache.adapters.asked(claim), reports, pods)
             num_pods = len(reports.keys() & pods.keys())
         try:
             before = LoRAAdapterStatus.model_validate(old).conditions
@@ -110,7 +111,7 @@ class AdapterStatuses:
             before = []
         conditions = merge_conditions(
             before,
-            adapter_findings(refusal, replicas, num_pods),
+            adapter_findings(refusal, replicas, num_pods, is_named=is_named),
             generation,
             self._now().strftime("%Y-%m-%dT%H:%M:%SZ"),
         )
@@ -123,6 +124,12 @@ class AdapterStatuses:
             }
         )
         return status.model_dump(mode="json", exclude_none=True)
+
+    def _is_named(self, claim: AdapterClaim) -> bool:
+        """Whether the status of the LLMDeployment, where gateways learn the names of adapters, has this one."""
+        owner = self._cache.owner(claim.deployment) or {}
+        listed = (owner.get("status") or {}).get("adapters", [])
+        return any(each.get("name") == claim.wanted.name and not each.get("reason") for each in listed)
 
     def _refusal(self, claim: AdapterClaim) -> AdapterRefusal | None:
         owner = self._cache.owner(claim.deployment)
@@ -138,8 +145,11 @@ class AdapterStatuses:
         return self._cache.adapters.refusal(claim)
 
 
-def adapter_findings(refusal: AdapterRefusal | None, replicas: AdapterReplicas, num_pods: int) -> list[Finding]:
-    """Return the conditions of a LoRAAdapter. `num_pods`: the replicas whose engines report."""
+def adapter_findings(
+    refusal: AdapterRefusal | None, replicas: AdapterReplicas, num_pods: int, *, is_named: bool = True
+) -> list[Finding]:
+    """Return the conditions of a LoRAAdapter. `num_pods`: the replicas whose engines report. `is_named`: whether
+    gateways can know the name."""
     if refusal is not None:
         return [Finding(type_, "False", refusal.reason, refusal.message) for type_ in ("Accepted", "Ready")]
     accepted = Finding("Accepted", "True", "Accepted", "the engines are asked to serve it")
@@ -152,4 +162,7 @@ def adapter_findings(refusal: AdapterRefusal | None, replicas: AdapterReplicas, 
         return [accepted, Finding("Ready", "False", "NoReplicas", "no replica reports to a gateway")]
     if replicas.loaded_replicas < num_pods:
         return [accepted, Finding("Ready", "False", "Loading", loaded)]
+    if not is_named:
+        message = f"{loaded}; the status of the LLMDeployment, which gateways read, does not name it yet"
+        return [accepted, Finding("Ready", "False", "Loading", message)]
     return [accepted, Finding("Ready", "True", "Loaded", loaded)]

@@ -13,7 +13,7 @@ from pagemill_crds import GROUP
 from pagemill_operator.backends.kubernetes.kinds import AUTOSCALER, LLM_DEPLOYMENT
 from pagemill_operator.backends.kubernetes.slim import slim
 from pagemill_operator.backends.kubernetes.snapshot import OWNER_LABEL, Manifest
-from pagemill_operator.plan.adapters import ClaimedAdapters, listed_claims, resource_claim
+from pagemill_operator.plan.adapters import ClaimedAdapters, listed_claims, mounted_claim, resource_claim
 from pagemill_operator.plan.planner import name_conflicts
 from pagemill_operator.plan.types import Problem
 
@@ -177,12 +177,14 @@ class ObjectCache:
         if _is_ending(owner):
             return {key} | self._drop_claims(key)
         claim = claim_of(key, owner)
+        self.adapters.mount(key, mounted_claim(owner.get("spec", {})))
         conflicts = self.names.claim(claim) | self.adapters.name_models(key, claim.names)
         conflicts |= self.adapters.claim("LLMDeployment", key, listed_claims(key, owner))
         same = known is not None and _wanted(known) == _wanted(owner)
         return conflicts if same else {key} | conflicts
 
     def _drop_claims(self, key: str) -> set[str]:
+        self.adapters.mount(key, None)
         dropped = self.names.drop(key) | self.adapters.name_models(key, ())
         return dropped | self.adapters.claim("LLMDeployment", key, ())
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from typing import Any
-from urllib.parse import quote
 
 from pagemill_models.sources import find_kind
 from pagemill_operator.backends.kubernetes.render.names import claim_name, digest
-from pagemill_operator.plan.pod_template import KERNELS_VOLUME, MODEL_PATH
+from pagemill_operator.plan.pod_template import KERNELS_VOLUME, MODEL_PATH, file_url, mounted_file
 from pagemill_operator.plan.types import Plan
 
 
@@ -60,14 +59,7 @@ def opened_source(plan: Plan, source: str) -> str:
     """Return the source, of the model or of what drafts, as the engine opens it."""
     cache = plan.cache
     if cache is not None and cache.image_volume:
-        return _file_url(MODEL_PATH) if source == plan.source else source
+        return file_url(MODEL_PATH) if source == plan.source else source
     if cache is not None and source in loaded_sources(plan):
-        return _file_url(f"{source_folder(source)}/{find_kind(source).file_of(source) or ''}")
-    scheme, _, rest = source.partition("://")
-    if scheme != "pvc":
-        return source
-    return _file_url(f"{MODEL_PATH}/{rest.partition('/')[2]}")
-
-
-def _file_url(path: str) -> str:
-    return "file://" + quote(path.rstrip("/"))
+        return file_url(f"{source_folder(source)}/{find_kind(source).file_of(source) or ''}")
+    return mounted_file(source) if source.startswith("pvc://") else source
