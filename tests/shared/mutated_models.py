@@ -186,6 +186,8 @@ def gguf_metadata(architecture: str) -> dict[str, Any]:
         own |= {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 32}
         own |= {"expert_shared_feed_forward_length": 32, "expert_shared_count": 1, "expert_gating_func": 2}
         own |= {"expert_group_count": 1, "expert_group_used_count": 1, "expert_weights_scale": 1.0}
+    if architecture in ("lfm2", "lfm2moe"):
+        own |= {"shortconv.l_cache": 3}
     if architecture == "deepseek2":
         own |= {"attention.kv_lora_rank": 32, "attention.key_length_mla": 24, "attention.value_length_mla": 16}
         own |= {"rope.dimension_count": 8, "leading_dense_block_count": 1}

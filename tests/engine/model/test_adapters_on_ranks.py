@@ -16,7 +16,7 @@ from ranked_engine import SETTINGS, Ranks
 from pagemill_engine.adapters.messages import ReadAdapter
 from pagemill_engine.adapters.packing import pack_for_torch, pack_natively
 from pagemill_engine.adapters.ranks import FollowedAdapters, pack_part
-from pagemill_engine.adapters.reading import AdapterValues, read_values
+from pagemill_engine.adapters.reading import AdapterValues, BaseMatrix, read_values
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.sizing.sizing import weights_of
@@ -108,7 +108,7 @@ def values_of(base: Base, folder: Path, settings: dict[str, Any]) -> AdapterValu
     folder = write_adapter(base, folder, **settings).folder
     tensors = base.model.state_dict()
     files = read_adapter(folder, load_model_spec(base.folder).decoder, 16)
-    return read_values(files, lambda name: tensors[name].float().numpy())
+    return read_values(files, lambda name: BaseMatrix(tensors[name].float().numpy()))
 
 
 class Adapted:
