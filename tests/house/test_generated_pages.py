@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-
-@pytest.fixture(scope="module")
-def generate(root: Path) -> Any:
-    spec = importlib.util.spec_from_file_location("docs_generate", root / "docs" / "generate.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_every_page_matches_the_code(root: Path) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,17 +14,6 @@ NAMES_OF = {
     module: [each for each in NAMES if architecture_of(each) in names.architectures]
     for module, names in BUILT_IN.items()
 }
-
-
-@pytest.fixture(scope="module")
-def generate(root: Path) -> Any:
-    spec = importlib.util.spec_from_file_location("docs_generate_models", root / "docs" / "generate.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_all_families_are_declared_by_tests() -> None:
