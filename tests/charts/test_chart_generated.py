@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -13,19 +12,14 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
+from loaded_file import module_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
 def generate() -> Any:
-    spec = importlib.util.spec_from_file_location("charts_generate", ROOT / "charts" / "generate.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return module_of(ROOT / "charts" / "generate.py", "charts_generate")
 
 
 def schema_for(generate: Any, text: str) -> dict[str, Any]:

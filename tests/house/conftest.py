@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
-import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -14,6 +12,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from loaded_file import module_of
 from waiting import WAIT_LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,13 +26,7 @@ def root() -> Path:
 @pytest.fixture(scope="session")
 def generate(root: Path) -> Any:
     """Return the module that writes the reference pages, `docs/generate.py`."""
-    spec = importlib.util.spec_from_file_location("docs_generate", root / "docs" / "generate.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return module_of(root / "docs" / "generate.py", "docs_generate")
 
 
 @dataclass

@@ -3,36 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import io
 import re
 import shutil
-import sys
 import tarfile
 import tomllib
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 import yaml
+from loaded_file import module_of
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 
 
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "release" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-VERSIONS: Any = load("versions")
-KREW: Any = load("krew")
+VERSIONS = module_of(ROOT / "release" / "versions.py", "versions")
+KREW = module_of(ROOT / "release" / "krew.py", "krew")
 
 
 @pytest.fixture

@@ -5,13 +5,11 @@ The tests are static: `docs/structure.py` reads the sources and imports none of 
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+from loaded_file import module_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "architecture.md"
@@ -48,17 +46,7 @@ ALONE = {
 """Other small modules with one user, each with the reason why it is not part of it."""
 
 
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("docs_structure", ROOT / "docs" / "structure.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-STRUCTURE = load()
+STRUCTURE = module_of(ROOT / "docs" / "structure.py", "docs_structure")
 
 
 @pytest.fixture(scope="module")

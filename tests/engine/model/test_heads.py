@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from byte_bundle import byte_tokenizer
+from recorded_drafts import Found, record_drafts
 from safetensors.torch import load_file, save_file
 from tiny_llama import write_tiny_llama
 from torch import Tensor
@@ -46,7 +47,6 @@ SETTINGS: dict[str, Any] = {
     "num_threads": 1,
 }
 PROMPTS = [f"one two three four five six seven {n % 3}" for n in range(6)]
-Found = list[tuple[tuple[int, ...], list[int]]]
 
 
 def _moe(folder: Path, kind: str) -> Path:
@@ -145,19 +145,7 @@ def make(folders: dict[str, Path], kind: str, *, drafts: bool = True, **settings
 @pytest.fixture
 def drafted(monkeypatch: pytest.MonkeyPatch) -> Found:
     """What was drafted, behind which known tokens."""
-    found: Found = []
-    run = Drafter.run
-
-    def recorded(self: Drafter, inputs: Any, drafts: Any, last: Any) -> Any:
-        result = run(self, inputs, drafts, last)
-        rows = self._rows
-        for name, token_ids in result.token_ids.items():
-            row = rows.row(name)
-            found.append((tuple(rows.token_ids[row, : rows.num_tokens[row]].tolist()), token_ids))
-        return result
-
-    monkeypatch.setattr(Drafter, "run", recorded)
-    return found
+    return record_drafts(monkeypatch)
 
 
 def answers(llm: LLM, **params: Any) -> list[Any]:

@@ -12,13 +12,13 @@ import pytest
 import torch
 from byte_bundle import byte_tokenizer
 from hybrid_models import EXPERTS, MODELS, write_hybrid
+from recorded_drafts import Found, record_drafts
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pagemill import LLM, SamplingParams
 from pagemill_engine.decoders.head_states import HeadStates
 from pagemill_engine.decoders.on_torch.heads import HeadLayers
-from pagemill_engine.executing.drafter import Drafter
 from pagemill_engine.weights.errors import LoadError
 
 VOCAB = 257
@@ -32,7 +32,6 @@ SETTINGS: dict[str, Any] = {
 }
 PROMPTS = [f"one two three four five six seven {n % 3}" for n in range(6)]
 KINDS = ["qwen3.5", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("qwen3.5-moe", "qwen3-next"))]
-Found = list[tuple[tuple[int, ...], list[int]]]
 
 
 class Reference:
@@ -105,19 +104,7 @@ References = Callable[[str], Reference]
 @pytest.fixture
 def drafted(monkeypatch: pytest.MonkeyPatch) -> Found:
     """What was drafted, behind which known tokens."""
-    found: Found = []
-    run = Drafter.run
-
-    def recorded(self: Drafter, inputs: Any, drafts: Any, last: Any) -> Any:
-        result = run(self, inputs, drafts, last)
-        for name, token_ids in result.token_ids.items():
-            row = self._rows.row(name)
-            known = self._rows.token_ids[row, : self._rows.num_tokens[row]]
-            found.append((tuple(known.tolist()), token_ids))
-        return result
-
-    monkeypatch.setattr(Drafter, "run", recorded)
-    return found
+    return record_drafts(monkeypatch)
 
 
 def make(folder: Path, method: str = "mtp", **settings: Any) -> LLM:

@@ -16,7 +16,8 @@ import jsonschema
 import msgspec
 import pytest
 from cut_kinds import with_blocks
-from hybrid_models import MODELS, SHORT, STATE_SPACES, write_hybrid
+from hybrid_models import write_hybrid
+from hybrid_requests import KINDS, Answers, Change, requests_of, take
 
 from pagemill_api.structured_params import StructuredOutputsParams
 from pagemill_api.text.tokenizer import Tokenizer
@@ -25,14 +26,8 @@ from pagemill_engine.loop.core import EngineCore
 from pagemill_kernels.cpu import library
 from pagemill_models.tokenizer_files.load_bundle import load_bundle
 from pagemill_protocol.request.generate import ChoiceResume, GenerateRequest
-from pagemill_protocol.request.sampling import SamplingParams
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.unavailable_reason()}")
-KINDS = {
-    "delta rule": MODELS["qwen3.5"],
-    "state space": STATE_SPACES["bamba"],
-    "short convolution": SHORT["lfm2"],
-}
 PLACE = {
     "type": "object",
     "properties": {"x": {"type": "integer", "maximum": 99}, "y": {"enum": ["a", "b"]}},
@@ -48,8 +43,6 @@ REQUESTS: dict[str, tuple[int, dict[str, Any]]] = {
     "words": (17, {"temperature": 1.0, "structured_outputs": StructuredOutputsParams(regex=WORDS), "n": 2}),
 }
 """By name: the length of the prompt, and what is asked for."""
-Answers = dict[tuple[str, int], dict[str, Any]]
-Change = Callable[[GenerateRequest], GenerateRequest]
 
 
 @pytest.fixture(scope="module")
@@ -72,15 +65,7 @@ def runner(folder: Path, runner_loader: Callable[..., Any]) -> Any:
 
 
 def requests() -> list[GenerateRequest]:
-    return [
-        GenerateRequest(
-            request_id=name,
-            model="m",
-            prompt_token_ids=[(7 * index + 11 * place * place) % 90 for place in range(length)],
-            sampling=SamplingParams(seed=index, **{"max_tokens": 20, **kind}),
-        )
-        for index, (name, (length, kind)) in enumerate(REQUESTS.items())
-    ]
+    return requests_of(REQUESTS, max_tokens=20)
 
 
 def serve(
@@ -108,13 +93,9 @@ def _round(core: EngineCore, change: Change) -> tuple[Answers, int]:
     special = set()
     while core.has_work:
         for output in core.step().outputs:
-            key = output.request_id, output.choice
-            answer = answers.setdefault(key, {"token_ids": [], "logprobs": []})
-            answer["token_ids"] += output.token_ids
-            answer["logprobs"] += output.logprobs or []
-            answer["finish_reason"], answer["error"] = output.finish_reason, output.error
+            take(answers, output)
             if output.num_preemptions or output.num_cached_tokens:
-                special.add(key)
+                special.add((output.request_id, output.choice))
         core.check_integrity()
     return answers, len(special)
 

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 from adapter_engine import Engine as AdapterEngine
 from cut_kinds import with_blocks
-from hybrid_models import ALL, MODELS, SHORT, STATE_SPACES, check_greedy, prompts_of, write_hybrid
+from hybrid_models import ALL, check_greedy, prompts_of, write_hybrid
+from hybrid_requests import KINDS, Answers, Change, requests_of, take
 from oracle_proposer import oracle
 from peft_adapters import ATTENTION, Base, write_adapter
 from ranked_engine import LONG, SETTINGS, Engine, Ranks
@@ -35,16 +36,10 @@ from pagemill_kernels.cpu import library
 from pagemill_kernels.recurrent.batch import StateBatch
 from pagemill_models.tokenizer_files.load_bundle import load_bundle
 from pagemill_protocol.request.generate import ChoiceResume, GenerateRequest
-from pagemill_protocol.request.sampling import SamplingParams
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.unavailable_reason()}")
 MOST = 16
 ROOM = SpeculationConfig(method="ngram", num_tokens=MOST)
-KINDS = {
-    "delta rule": MODELS["qwen3.5"],
-    "state space": STATE_SPACES["bamba"],
-    "short convolution": SHORT["lfm2"],
-}
 PLACE = {
     "type": "object",
     "properties": {"first name": {"type": "string", "maxLength": 9}, "age": {"type": "integer", "maximum": 99}},
@@ -60,8 +55,6 @@ REQUESTS: dict[str, tuple[int, dict[str, Any]]] = {
     "short": (16, {"temperature": 0.6, "max_tokens": 30}),
 }
 """By name: the length of the prompt, and what is asked for."""
-Answers = dict[tuple[str, int], dict[str, Any]]
-Change = Callable[[GenerateRequest], GenerateRequest]
 
 
 @pytest.fixture(scope="module")
@@ -98,15 +91,7 @@ def spoil(runner: Any) -> None:
 
 
 def requests() -> list[GenerateRequest]:
-    return [
-        GenerateRequest(
-            request_id=name,
-            model="m",
-            prompt_token_ids=[(7 * index + 11 * place * place) % 90 for place in range(length)],
-            sampling=SamplingParams(seed=index, **{"max_tokens": 40, **kind}),
-        )
-        for index, (name, (length, kind)) in enumerate(REQUESTS.items())
-    ]
+    return requests_of(REQUESTS, max_tokens=40)
 
 
 class Served:
@@ -143,10 +128,7 @@ class Served:
             self.core.add(change(request))
         while self.core.has_work:
             for output in self.core.step().outputs:
-                answer = answers.setdefault((output.request_id, output.choice), {"token_ids": [], "logprobs": []})
-                answer["token_ids"] += output.token_ids
-                answer["logprobs"] += output.logprobs or []
-                answer["finish_reason"], answer["error"] = output.finish_reason, output.error
+                take(answers, output)
                 self.num_preempted += output.num_preemptions
                 self.num_cached += output.num_cached_tokens > 0
             self.core.check_integrity()

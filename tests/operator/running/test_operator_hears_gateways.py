@@ -320,6 +320,16 @@ def with_adapters(**model: Any) -> dict[str, Any]:
     return {"metadata": {"name": "chat", "namespace": "default"}, "spec": spec}
 
 
+ENGINE = {
+    "metadata": {
+        "name": "chat-0",
+        "namespace": "default",
+        "labels": {"app.kubernetes.io/name": "pagemill-engine", "pagemill.dev/deployment": "chat"},
+    },
+    "spec": {},
+}
+
+
 def adapter(called: str, **spec: Any) -> dict[str, Any]:
     content = {"deployment": "chat", "source": f"hf://a/{called}", **spec}
     return {"metadata": {"name": called, "namespace": "default", "generation": 1}, "spec": content}
@@ -329,8 +339,7 @@ async def test_adapters_reach_running_engines_and_their_status_shows_what_engine
     api: Any, gateway: FakeGateway, run_operator: Any
 ) -> None:
     api.change("Pod", pod())
-    labels = {"app.kubernetes.io/name": "pagemill-engine", "pagemill.dev/deployment": "chat"}
-    engine = api.change("Pod", {"metadata": {"name": "chat-0", "namespace": "default", "labels": labels}, "spec": {}})
+    engine = api.change("Pod", ENGINE)
     api.change("LLMDeployment", with_adapters(adapters=[{"name": "listed", "source": "hf://a/l"}]))
     run_operator(gateway_control_port=gateway.port)
 
@@ -378,8 +387,7 @@ async def test_an_adapter_on_the_models_claim_is_asked_for_by_its_path_in_the_po
     api: Any, gateway: FakeGateway, run_operator: Any
 ) -> None:
     api.change("Pod", pod())
-    labels = {"app.kubernetes.io/name": "pagemill-engine", "pagemill.dev/deployment": "chat"}
-    engine = api.change("Pod", {"metadata": {"name": "chat-0", "namespace": "default", "labels": labels}, "spec": {}})
+    engine = api.change("Pod", ENGINE)
     api.change("LLMDeployment", with_adapters(source="pvc://models/base"))
     for called, source in (("sql", "pvc://models/sql"), ("lost", "pvc://others/lost")):
         api.change("LoRAAdapter", adapter(called, source=source))

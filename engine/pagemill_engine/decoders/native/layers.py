@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from pagemill_engine.decoders.expert_parts import gate_of, gating_of
 from pagemill_engine.decoders.native.parts import Parts, norm_bytes
 from pagemill_engine.decoders.row_order import norm_order, qkv_order
 from pagemill_engine.decoders.tensors import read_tensor
 from pagemill_kernels.decoder_layer.parts import LayerParts, MLPParts, MoEParts, NormParts, SharedExpertParts
 from pagemill_kernels.experts.native import NativeExperts
-from pagemill_kernels.experts.parts import Gate, Gating
 from pagemill_kernels.linear.native import NativeLinear
 from pagemill_models.declaration.declaration import (
     AttentionSpec,
@@ -111,17 +111,18 @@ def _moe_parts(spec: MoESpec, parts: Parts) -> MoEParts:
     router = parts.linear(spec.router)
     packed = [(parts.linear(expert.up), parts.linear(expert.down)) for expert in spec.experts]
     ups, downs = zip(*packed, strict=True)
-    first = spec.experts[0]
-    gate = Gate(first.activation, first.limit, first.gated)
-    experts = NativeExperts(ups, downs, gate)
-    shared = None if spec.shared is None else _shared_parts(spec.shared, parts)
-    if spec.gating is None:
-        return MoEParts(router, experts, spec.top_k, spec.renormalized, shared=shared)
-    gating, bias = spec.gating, None
-    if gating.bias is not None:
-        bias = read_tensor(parts.source, gating.bias, (len(spec.experts),), "float32")
-    kind = Gating(gating.scores, gating.num_groups, gating.top_groups, gating.best_of_group, gating.scale)
-    return MoEParts(router, experts, spec.top_k, spec.renormalized, kind, bias, shared)
+    bias = None
+    if spec.gating is not None and spec.gating.bias is not None:
+        bias = read_tensor(parts.source, spec.gating.bias, (len(spec.experts),), "float32")
+    return MoEParts(
+        router,
+        NativeExperts(ups, downs, gate_of(spec)),
+        spec.top_k,
+        spec.renormalized,
+        gating_of(spec),
+        bias,
+        None if spec.shared is None else _shared_parts(spec.shared, parts),
+    )
 
 
 def _shared_parts(spec: SharedExpertSpec, parts: Parts) -> SharedExpertParts:

@@ -8,12 +8,13 @@ from itertools import count
 import torch
 from torch import Tensor
 
+from pagemill_engine.decoders.expert_parts import gate_of, gating_of
 from pagemill_engine.decoders.on_torch.blocks import MLP
 from pagemill_engine.decoders.on_torch.context import ForwardContext, ProductContext
 from pagemill_engine.decoders.on_torch.layers import Layer, Linear, Norm, VectorWeights
 from pagemill_engine.decoders.tensors import TensorSource
 from pagemill_kernels.adapters.rows import ExpertRows
-from pagemill_kernels.experts.parts import ExpertParts, FusedExperts, Gate, Gating
+from pagemill_kernels.experts.parts import ExpertParts, FusedExperts
 from pagemill_kernels.registry import Ops
 from pagemill_models.declaration.declaration import MoESpec, Shapes, SharedExpertSpec
 
@@ -38,8 +39,7 @@ class Experts:
             up.load(source)
             down.load(source)
             parts.append(ExpertParts(up.packed, down.packed))
-        first = self._spec.experts[0]
-        self.packed = self._ops.pack_experts(parts, Gate(first.activation, first.limit, first.gated))
+        self.packed = self._ops.pack_experts(parts, gate_of(self._spec))
 
     def held(self) -> FusedExperts:
         return self.packed
@@ -79,16 +79,13 @@ class MoE:
         self.shared = None if spec.shared is None else _SharedExpert(spec.shared, ops, dtype, behind)
         self.spec = spec
         self._ops, self._dtype = ops, dtype
-        gating = spec.gating
-        bias = None if gating is None else gating.bias
+        bias = None if spec.gating is None else spec.gating.bias
         self.norm = None if spec.norm is None else Norm(spec.norm, ops, dtype)
         self.router_norm = None if spec.router_norm is None else Norm(spec.router_norm, ops, dtype)
         scales = spec.expert_scales
         self.scales = None if scales is None else VectorWeights(scales, (len(spec.experts),), ops)
         self.choice_bias = None if bias is None else VectorWeights(bias, (len(spec.experts),), ops)
-        self.gating = None if gating is None else Gating(
-            gating.scores, gating.num_groups, gating.top_groups, gating.best_of_group, gating.scale
-        )  # fmt: skip
+        self.gating = gating_of(spec)
 
     @property
     def output(self) -> MoE:
