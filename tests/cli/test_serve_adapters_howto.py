@@ -72,7 +72,7 @@ def test_every_command_does_what_the_page_says(url: str, folder: Path) -> None:
         answers.append(done.stdout.decode())
     completion, models, loaded, unloaded = answers
     assert json.loads(completion)["model"] == "support"
-    assert json.loads(completion)["usage"]["completion_tokens"] == 8
+    assert 1 <= json.loads(completion)["usage"]["completion_tokens"] <= 8  # drawn, so that any may be the end
     cards = json.loads(models)["data"]
     assert [(each["id"], each["parent"]) for each in cards] == [("base", None), ("support", "base")]
     assert (loaded, unloaded) == (

@@ -1,7 +1,7 @@
-"""Measures a hybrid's decoding with predictions beside decoding without.
+"""Measures decoding with predictions beside decoding without, for shapes of Qwen3 (0.6B) and Qwen3.5 (0.8B, a hybrid).
 
-The model has random weights and a shape of Qwen3.5's, so nothing but a replay can be predicted: clients send the
-answers that the engine gave without proposals, whole, or with wrong tokens at regular places. Both take turns.
+The models have random weights, so nothing but a replay can be predicted: clients send the answers that the engine gave
+without proposals, whole, or with wrong tokens at regular places. Both take turns.
 """
 
 from __future__ import annotations
@@ -24,12 +24,22 @@ from pagemill_engine.starting.factory import create_runner
 from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_protocol.request.sampling import SamplingParams
 
-SHAPE = {
-    "vocab_size": 32_000, "hidden_size": 1024, "intermediate_size": 3584, "num_attention_heads": 8,
-    "num_key_value_heads": 2, "head_dim": 256, "linear_num_key_heads": 16, "linear_num_value_heads": 16,
-    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
-    "max_position_embeddings": 4096, "tie_word_embeddings": True, "dtype": "bfloat16",
+COMMON = {
+    "vocab_size": 32_000, "hidden_size": 1024, "max_position_embeddings": 4096, "tie_word_embeddings": True,
+    "dtype": "bfloat16",
 }  # fmt: skip
+SHAPES = {
+    "qwen3_5_text": {
+        "num_hidden_layers": 24, "intermediate_size": 3584, "num_attention_heads": 8, "num_key_value_heads": 2,
+        "head_dim": 256, "linear_num_key_heads": 16, "linear_num_value_heads": 16, "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
+    },
+    "qwen3": {
+        "num_hidden_layers": 28, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
+}  # fmt: skip
+"""Of 0.8B and 0.6B, but for the vocabulary."""
 METHODS = {"off": SpeculationConfig(method="off"), "auto": SpeculationConfig(num_tokens=16)}
 WORK = {"nothing predicted": 0, "every 9th token wrong": 9, "all right": 10**9}
 PROMPT_TOKENS = 64
@@ -41,9 +51,9 @@ class Served(NamedTuple):
     answers: list[list[int]]
 
 
-def write_model(folder: Path, num_layers: int) -> None:
+def write_model(folder: Path, model_type: str) -> None:
     torch.manual_seed(1)
-    config = transformers.AutoConfig.for_model("qwen3_5_text", **SHAPE, num_hidden_layers=num_layers)
+    config = transformers.AutoConfig.for_model(model_type, **COMMON, **SHAPES[model_type])
     models: Any = transformers.AutoModelForCausalLM
     model = models.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
@@ -98,13 +108,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=128, help="tokens of an answer")
-    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--shape", choices=list(SHAPES), default="qwen3_5_text")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--threads", type=int)
     arguments = parser.parse_args()
     rows, result = [], {}
     with tempfile.TemporaryDirectory() as root:
-        write_model(Path(root), arguments.layers)
+        write_model(Path(root), arguments.shape)
         progress("the model is written")
         engines = {name: Engine(Path(root), each, arguments.threads) for name, each in METHODS.items()}
         for size in arguments.batches:
@@ -134,7 +144,7 @@ def main() -> None:
         for engine in engines.values():
             engine.core.runner.close()
     header = ["work", "off tokens/s", "auto tokens/s", "ratio", "lowest", "highest", "tokens a step", "equal answers"]
-    emit("speculation_hybrids", header, rows, result)
+    emit("speculation_replays", header, rows, result)
 
 
 if __name__ == "__main__":
