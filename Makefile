@@ -76,8 +76,12 @@ down-kubernetes: .venv/.runnable ## Remove what `make up-kubernetes` made: deplo
 install: .venv/.installed ## Install the locked dependencies and the packages of this repository into .venv
 
 .PHONY: test
-test: .venv/.installed ## Run unit and integration tests (no cluster, no GPU): a sample of each large matrix
-	$(BIN)/pytest -m "not gpu and not full" $(TEST_WORKERS) tests
+test: .venv/.installed ## Run unit and integration tests (no cluster, no GPU): a sample of each large matrix, nothing slow
+	$(BIN)/pytest -m "not gpu and not full and not slow" $(TEST_WORKERS) tests
+
+.PHONY: test-slow
+test-slow: .venv/.installed ## Run the tests that take seconds, most with processes of their own; a change passes both
+	$(BIN)/pytest -m "slow and not gpu and not full" $(TEST_WORKERS) tests
 
 .PHONY: test-full
 test-full: .venv/.installed ## Run every unit and integration test (no cluster, no GPU)

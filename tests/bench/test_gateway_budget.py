@@ -13,6 +13,7 @@ import sys
 from statistics import median
 from typing import Any
 
+import pytest
 import uvloop
 from gateway_budget import NUM_TOKENS, Traces, count, on_stage, trace
 from report import ROOT
@@ -65,6 +66,7 @@ def test_a_request_makes_no_more_calls_than_its_budget() -> None:
         assert found.system <= bound.system, (entry, found)
 
 
+@pytest.mark.slow
 def test_a_request_makes_no_more_allocations_than_its_budget() -> None:
     """The test uses a process of its own, whose allocators count."""
     command = [sys.executable, str(ROOT / "bench" / "gateway_budget.py"), "--requests", "1"]

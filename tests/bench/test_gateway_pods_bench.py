@@ -121,6 +121,7 @@ def test_goals_are_judged_only_if_the_pods_had_enough_cpu_time() -> None:
     assert "their frames came late" in faults("idle", {**good, "cores": 0.2, "pods_cores": 0.99})[0]
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_a_restarted_gateway_knows_all_pods_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(stage, "FOLDER", tmp_path)

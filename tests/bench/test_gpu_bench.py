@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import pytest
 from distributions import installed_beside, required_by
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 GPU = ROOT / "bench" / "gpu"
 NEEDED = ("torch", "triton", "numpy", "safetensors")

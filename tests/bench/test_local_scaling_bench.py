@@ -35,6 +35,7 @@ def test_a_failed_request_has_no_latency_and_misses_the_slo() -> None:
     assert found["TTFT p50 ms"] == "300"
 
 
+@pytest.mark.slow
 def test_the_autoscalers_decisions_on_this_machine_are_recorded_and_can_be_replayed() -> None:
     """`pagemill up` runs real processes with a simulated device, and a burst adds a replica."""
     traffic = workloads(2.0, 8.0, 12.0, seed=1)["burst"]

@@ -165,6 +165,7 @@ def test_a_gateway_for_more_streams_than_usual_accepts_them(tmp_path: Path) -> N
     assert json.loads((tmp_path / "gateway.json").read_text())["max_requests"] == 7000
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_the_pods_answer_directly_and_through_the_gateway(cores: Cores) -> None:
     """Every answer is complete, and the gateway knows the pods' caches."""
@@ -205,6 +206,7 @@ def canned(status: int, body: bytes) -> Iterator[Router]:
     server.server_close()
 
 
+@pytest.mark.slow
 @pytest.mark.model
 @pytest.mark.parametrize(
     ("status", "body", "cause"),

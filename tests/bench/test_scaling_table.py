@@ -57,6 +57,7 @@ def test_finished_cells_are_repeated_only_on_request(tmp_path: Path) -> None:
     assert scaling_table.known_capacity(lines)["ramp"] == {1: 2.5}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("changes", "bounds"), [(0, {"informed"}), (1, {"informed", "clairvoyant"})])
 def test_a_cell_is_simulated_and_shown(changes: int, bounds: set[str]) -> None:
     cell = scaling_table.Cell("retrieval", "light", 10.0, 1)

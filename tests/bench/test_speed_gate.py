@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from gate import COMPILE
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 ARGV = [sys.executable, str(ROOT / "bench" / "gate.py"), "--base", "HEAD", "--pairs", "2", "--figures", "step"]
 

@@ -26,6 +26,7 @@ def test_the_bench_of_step_overhead_is_listed() -> None:
     assert SCRIPT.stem in line.split()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", ["plain", "overlapped"])
 def test_the_cpu_time_of_a_step_is_reported_for_16_256_and_1024_requests(printed: str, loop: str) -> None:
     by_count = json.loads(printed.splitlines()[-1])["by_loop"][loop]

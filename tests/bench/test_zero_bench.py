@@ -120,6 +120,7 @@ def readyz() -> Iterator[type[_Readyz]]:
     server.server_close()
 
 
+@pytest.mark.slow
 def test_the_time_of_readiness_is_derived_from_the_fastest_answer(readyz: Any) -> None:
     replica = Replica("m-0", 1, readyz.port)
     assert replica.ready_since_s() == pytest.approx(readyz.ready_s, abs=1.0)

@@ -98,6 +98,7 @@ def test_a_model_that_answers_passes(gateway: Gateway) -> None:
     assert gateway.asked[-1]["max_tokens"] == 4
 
 
+@pytest.mark.slow
 def test_only_the_gateways_own_certificate_is_trusted(tmp_path: Path) -> None:
     """Its names do not matter, because an address in the cluster is rarely one of them."""
     cert_file, key_file = write_certificate(tmp_path)

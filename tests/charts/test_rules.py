@@ -87,11 +87,13 @@ def test_the_rules_are_valid() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_each_recording_rule_has_the_value_of_its_case(tmp_path: Path) -> None:
     done = run_promtool(tmp_path, ((case.record, case.series, rule_check(case)) for case in RULE_CASES))
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_each_alert_fires_in_its_case_and_not_in_the_others(tmp_path: Path) -> None:
     done = run_promtool(tmp_path, ((case.alert, case.series, alert_check(case)) for case in ALERT_CASES))
     assert done.returncode == 0, done.stdout + done.stderr

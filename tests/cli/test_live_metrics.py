@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 import yaml
 from prometheus import Prometheus, prometheus
 from waiting import WAIT_LIMIT_S, wait_until
@@ -183,6 +184,7 @@ def test_a_metric_that_is_not_exported_is_detected() -> None:
     assert unknown_metrics(["vllm:lost > 0"], set()) == {"vllm:lost"}
 
 
+@pytest.mark.slow
 def test_every_expression_runs_every_metric_exists_and_panels_have_data(
     write: Callable[..., Path],
     simulated: Callable[..., dict[str, Any]],

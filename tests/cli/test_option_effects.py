@@ -397,6 +397,7 @@ def test_every_option_has_a_case(command: str) -> None:
     assert names == CASES[command].keys() | others
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_option_changes_what_the_command_does(command: str, folder: Path, seen: list[Any]) -> None:
     known: dict[str, Any] = {}

@@ -158,6 +158,7 @@ def test_a_single_requests_ttft_is_the_time_of_its_steps() -> None:
     assert simulate_latencies(SHAPE, 512, 1, 1e-3, 0.95).tpot_ms is None
 
 
+@pytest.mark.slow
 def test_equal_plans_give_equal_simulations_and_more_load_is_slower() -> None:
     low, high = (simulate_latencies(SHAPE, 256, 64, rate, 0.95) for rate in (1.0, 12.0))
     assert simulate_latencies(SHAPE, 256, 64, 12.0, 0.95) == high
@@ -258,6 +259,7 @@ def test_a_plan_shows_what_each_of_several_processes_holds(
     assert on_devices["stepTime"].get("stages", 1) == stages
 
 
+@pytest.mark.slow
 def test_a_plan_of_a_group_has_the_memory_of_all_its_pods_and_says_what_they_read(
     write: Write, simulated: Simulated, fit: Path
 ) -> None:
@@ -356,6 +358,7 @@ def test_without_step_times_the_engine_is_measured(write: Write, simulated: Simu
     assert body["replicas"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.model
 @pytest.mark.usefixtures("short_simulation")
 def test_a_real_model_is_measured_with_the_memory_of_the_pod(write: Write, simulated: Simulated) -> None:

@@ -260,6 +260,7 @@ def test_an_engine_cannot_be_measured_without_weights(model: Path) -> None:
     assert re.search(r"has the index of its weights but not the weights.*--accelerator", result.stderr)
 
 
+@pytest.mark.slow
 def test_simulate_needs_no_weights(model: Path) -> None:
     outline(model)
     words = [

@@ -60,6 +60,7 @@ def url(folder: Path) -> Iterator[str]:
         process.wait(WAIT_LIMIT_S)
 
 
+@pytest.mark.slow
 def test_every_command_does_what_the_page_says(url: str, folder: Path) -> None:
     def names() -> list[str]:
         return [each["id"] for each in httpx2.get(f"{url}/v1/models").json()["data"]]

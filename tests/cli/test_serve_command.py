@@ -119,6 +119,7 @@ def test_a_web_page_cannot_stop_the_server_and_the_users_programs_need_no_config
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_gateway_renders_parses_and_serves_names_as_its_engines_do(tmp_path: Path) -> None:
     (template := tmp_path / "chat.jinja").write_text("{% for each in messages %}[{{ each.content }}]{% endfor %}")
     control_port, runtime = free_port(), {"XDG_RUNTIME_DIR": str(tmp_path)}

@@ -71,6 +71,7 @@ def test_policies_are_shown_side_by_side(file: Path, fit: Path) -> None:
     assert "the SLO is TTFT 800 ms and TPOT 40 ms" in result.stdout
 
 
+@pytest.mark.slow
 def test_the_files_policy_is_used_by_default_and_another_one_can_be_simulated(
     write: Write, simulated: Simulated, fit: Path
 ) -> None:
@@ -89,6 +90,7 @@ def test_the_files_policy_is_used_by_default_and_another_one_can_be_simulated(
     assert most == (1, 0), "only one of the policies uses the SLO, which one replica does not meet"
 
 
+@pytest.mark.slow
 def test_a_policy_of_another_package_is_simulated_like_any_other(
     file: Path, fit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,6 +171,7 @@ def test_bounds_and_slo_can_be_overridden(file: Path, fit: Path) -> None:
     assert (figures["most_replicas"], figures["num_scale_ups"], figures["slo_attained"]) == (2, 0, 0.0)
 
 
+@pytest.mark.slow
 def test_without_autoscaling_the_replicas_do_not_change(write: Write, simulated: Simulated, fit: Path) -> None:
     file = write("plain.yaml", simulated(engine={"extraArgs": []}, replicas=2))
     result = simulate(file, "--fit", fit, "-o", "json")
@@ -185,6 +188,7 @@ def test_the_fleet_recovers_from_crashes(file: Path, fit: Path) -> None:
     assert figures["num_served"] > 0
 
 
+@pytest.mark.slow
 def test_a_report_is_a_page_in_a_folder(file: Path, fit: Path, tmp_path: Path) -> None:
     folder = tmp_path / "some" / "where"
     result = simulate(file, "--fit", fit, "--report", folder, "--policy", "pagemill", "--policy", "fixed")

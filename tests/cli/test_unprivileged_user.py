@@ -83,6 +83,7 @@ def running(folder: Path, home: str, *arguments: str) -> Iterator[tuple[str, lis
         process.stderr.close()
 
 
+@pytest.mark.slow
 @pytest.mark.sample("/")
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.model
@@ -100,6 +101,7 @@ def test_a_user_who_may_write_only_temporary_files_can_serve_a_model(folder: Pat
     assert list(folder.iterdir()) == [], "no file may remain"
 
 
+@pytest.mark.slow
 @pytest.mark.sample("/nonexistent")
 @pytest.mark.parametrize("home", HOMES)
 def test_a_user_who_may_write_only_temporary_files_can_start_a_deployment(

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import psutil
+import pytest
 import yaml
 from prometheus import Prometheus, program
 from waiting import WAIT_LIMIT_S, wait_until
@@ -130,6 +131,7 @@ async def test_a_program_that_exits_is_reported(tmp_path: Path) -> None:
     assert "prometheus ended with exit code 3: no such disk" in screen.lines[-1]
 
 
+@pytest.mark.slow
 def test_a_real_prometheus_scrapes_all_processes_and_ends_with_them(
     write: Callable[..., Path], simulated: Callable[..., dict[str, Any]], environment: dict[str, str]
 ) -> None:

@@ -38,6 +38,8 @@ from pagemill_operator.backends.local import LocalSettings
 from pagemill_servers.auth import hash_key
 from pagemill_servers.keys.file import check_keys_file
 
+pytestmark = pytest.mark.slow
+
 Run = Callable[..., subprocess.CompletedProcess[str]]
 Write = Callable[..., Path]
 Simulated = Callable[..., dict[str, Any]]

@@ -18,6 +18,8 @@ from pathlib import Path
 import pytest
 from waiting import WAIT_LIMIT_S
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "e2e" / "up_kubernetes"
 FILE = ROOT / "examples" / "llmdeployment.yaml"

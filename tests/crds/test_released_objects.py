@@ -80,6 +80,7 @@ def test_the_released_objects_use_every_field_of_their_release() -> None:
     assert {field for each in RELEASED_OBJECTS for field in used(each, BEFORE)} >= fields_of(BEFORE)
 
 
+@pytest.mark.slow
 def test_released_objects_stay_valid_in_every_version(admit: Any) -> None:
     for document in RELEASED_OBJECTS:
         assert server.admit(copy.deepcopy(document), BEFORE) == [], document

@@ -178,6 +178,7 @@ async def test_the_engine_starts_answers_refuses_and_stops() -> None:
         assert not process.is_running()
 
 
+@pytest.mark.slow
 async def test_an_idle_engine_reports_every_second_and_uses_no_cpu() -> None:
     async with started() as channel:
         await until_ready(channel)
@@ -199,6 +200,7 @@ async def test_an_idle_engine_reports_every_second_and_uses_no_cpu() -> None:
         assert min(used_s) <= 0.03
 
 
+@pytest.mark.slow
 async def test_heartbeats_continue_during_a_long_step_with_its_predicted_time() -> None:
     slow = StepTimeParams(knots_tokens=[1, 512], knot_ms=[1.0, 3000.0])
     async with started(msgspec.structs.replace(CONFIG, step_time=slow)) as channel:
@@ -336,6 +338,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 async def test_the_engine_does_not_outlive_its_parent() -> None:
     parent = await asyncio.create_subprocess_exec(sys.executable, "-c", PARENT, stdout=asyncio.subprocess.PIPE)
     assert parent.stdout is not None

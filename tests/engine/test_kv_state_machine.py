@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from hypothesis import HealthCheck, settings
 from kv_machine import KVMachine, walk
 
@@ -18,6 +19,7 @@ KVMachine.TestCase.settings = settings(
 test_kv_bookkeeping = KVMachine.TestCase
 
 
+@pytest.mark.slow
 def test_random_walks_keep_tables_and_content_consistent() -> None:
     for seed in range(num_examples(200)):
         walk(seed)

@@ -29,6 +29,8 @@ from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.request.pooling import PoolingParams
 from pagemill_protocol.request.sampling import SamplingParams
 
+pytestmark = pytest.mark.slow
+
 NUM_WORKLOADS = 200
 RECORDED = Path(__file__).with_name("plan_streams.txt")
 Make = Callable[..., Any]

@@ -226,6 +226,7 @@ def walk_often() -> None:
         walk(seed)
 
 
+@pytest.mark.slow
 def test_without_a_fault_the_same_walks_find_nothing() -> None:
     walk_often()
 

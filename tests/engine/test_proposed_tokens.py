@@ -25,6 +25,8 @@ from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_protocol.request.sampling import SamplingParams
 
+pytestmark = pytest.mark.slow
+
 Make = Callable[..., Any]
 
 

@@ -361,6 +361,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
         yield running
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(limits=limits, steps=st.lists(rounds, min_size=2, max_size=6))
 def test_three_gateways_with_one_redis_let_engines_generate_no_more_than_one(

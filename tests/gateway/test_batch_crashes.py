@@ -199,6 +199,7 @@ def check_whole(folder: Path, batch_id: str, *, fatal: bool = False) -> None:
         assert each["response"]["body"]["text"] == ("x" * LONG_BYTES if number == 7 else "hi")
 
 
+@pytest.mark.slow
 def test_after_a_death_at_any_write_each_line_has_one_result(tmp_path: Path) -> None:
     folder = tmp_path / "undisturbed"
     num_writes = run_with_deaths(folder, batch_id := batch_in(folder, LINES), [])

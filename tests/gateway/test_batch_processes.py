@@ -86,6 +86,7 @@ async def results_of(client: Client, batch: Any) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 async def test_each_line_is_answered_once_though_gateways_are_killed(engines, started, fake) -> None:
     engine, draw = engines[0], random.Random(54)
 
@@ -141,6 +142,7 @@ async def test_a_line_that_ends_its_gateway_is_failed_and_the_others_are_answere
     await started.check_clean()
 
 
+@pytest.mark.slow
 async def test_a_batch_continues_when_the_disk_has_space_again(engines, started, fake) -> None:
     client = await started.start()
     process = started.server.process.pid

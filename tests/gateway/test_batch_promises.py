@@ -26,7 +26,7 @@ from pagemill_gateway.batches.redis import RedisBatchStore
 from pagemill_gateway.config import BatchesConfig, RedisConfig
 from pagemill_servers.auth import hash_key
 
-pytestmark = pytest.mark.usefixtures("reporting_engines")
+pytestmark = [pytest.mark.usefixtures("reporting_engines"), pytest.mark.slow]
 
 CANCELLED_WITHIN_S = 0.1
 TRIES = 10

@@ -149,6 +149,7 @@ async def test_a_cancelled_batch_keeps_its_results(engines, gateways, fake, tmp_
     assert (status, refused["error"]["code"]) == (409, "batch_is_over")
 
 
+@pytest.mark.slow
 async def test_an_expired_batch_reports_each_remaining_line(engines, gateways, fake, tmp_path) -> None:
     gateway = await gateways(engines[0], **kept_in(tmp_path))
     client = client_of(gateway)
@@ -273,6 +274,7 @@ async def test_uploads_are_limited_in_bytes_and_number(engines, gateways, tmp_pa
     assert len(content) == 2, "a refused file must not be stored"
 
 
+@pytest.mark.slow
 async def test_ten_thousand_files_are_listed_and_one_more_is_refused(engines, gateways, tmp_path) -> None:
     gateway = await gateways(*engines, **kept_in(tmp_path))
     client = client_of(gateway)

@@ -88,6 +88,7 @@ def ask(url: str, **fields: Any) -> tuple[int, bytes]:
         return error.code, error.read()
 
 
+@pytest.mark.slow
 def test_the_dialect_answers_whole_and_streamed(url: str) -> None:
     status, body = ask(url)
     answer = json.loads(body)

@@ -21,6 +21,8 @@ from waiting import wait_until
 
 from pagemill_servers.auth import hash_key
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["start_cluster"]
 TEXTS = ["Paris is the capital of France", "cats sleeping", "the capital of Germany is Berlin", "zebras"]
 TOLERANCE = 3e-6

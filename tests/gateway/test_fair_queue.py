@@ -181,6 +181,7 @@ def test_the_memory_for_keys_that_left_is_bounded() -> None:
     assert len(band._start_tags) <= MAX_START_TAGS
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**32), num_quiet=st.integers(1, 12), max_requests=st.sampled_from([24, 60, 10_000]))
 def test_a_key_with_ten_times_the_requests_gets_the_same_share(seed: int, num_quiet: int, max_requests: int) -> None:

@@ -24,6 +24,8 @@ from waiting import WAIT_LIMIT_S, wait_until
 from pagemill_models.tokenizer_files.generation_defaults import GenerationDefaults
 from pagemill_servers.auth import hash_key
 
+pytestmark = pytest.mark.slow
+
 QUESTION: list[Any] = [{"role": "user", "content": "Name the capital of France."}]
 
 

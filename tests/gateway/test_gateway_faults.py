@@ -306,6 +306,7 @@ async def test_an_engine_that_never_answers_the_request_is_abandoned(engines, ga
         assert (await gateway.chat()).text == "hello world"
 
 
+@pytest.mark.slow
 async def test_a_failed_engine_is_ejected_then_probed_then_used_again(engines, gateways, fake) -> None:
     gateway = await gateways(*engines[:2], ejection_base_s=3.0)
     bad = engines[0]
@@ -405,6 +406,7 @@ async def test_events_are_whole_however_the_network_cuts_them(engines, gateways,
     assert (await gateway.chat(stream=True)).streamed_text == "aüc"
 
 
+@pytest.mark.slow
 @pytest.mark.layouts
 async def test_a_hundred_clients_lose_nothing_when_an_engine_dies_and_returns(engines, gateways, fake) -> None:
     gateway = await gateways(*engines, ejection_base_s=0.05)

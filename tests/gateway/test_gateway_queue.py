@@ -97,6 +97,7 @@ async def test_a_client_of_anthropics_api_gets_its_own_event_while_it_waits(engi
     assert rest.endswith(b"\n\n")
 
 
+@pytest.mark.slow
 async def test_anthropics_client_ignores_these_events(engines, gateways, fake) -> None:
     import anthropic  # it takes 0.6 s, which only the worker that runs the test spends
 
@@ -139,6 +140,7 @@ async def test_a_refusal_after_the_first_comment_is_an_error_event(engines, gate
     release.set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_refusal_before_the_first_comment_has_its_own_status(engines, gateways, fake, stream) -> None:
     gateway = await one_slot(engines, gateways, queue=limits(max_requests=1, timeout_s=3.0))

@@ -49,6 +49,7 @@ async def certificate_of(url: str) -> str:
     return await asyncio.to_thread(ssl.get_server_certificate, (host, int(port)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 async def test_the_data_port_speaks_https_with_certificates_that_may_change(
     tmp_path: Path, engines: Any, fake: Any, workers: int

@@ -11,6 +11,8 @@ import openai
 import pytest
 from real_cluster import Cluster
 
+pytestmark = pytest.mark.slow
+
 WEATHER: Any = {
     "type": "function",
     "function": {

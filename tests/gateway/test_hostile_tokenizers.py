@@ -29,6 +29,8 @@ from pagemill_engine.config import EngineConfig, ServerConfig
 from pagemill_gateway.config import BatchesConfig, GatewayConfig
 from pagemill_protocol.catalog import Catalog, CatalogModel
 
+pytestmark = pytest.mark.slow
+
 MIB = 2**20
 MAX_GAP_S = 1.0
 MAX_MODEL_LEN = 8192

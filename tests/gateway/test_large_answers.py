@@ -100,6 +100,7 @@ async def stalled(sending: Sending) -> None:
         await asyncio.sleep(0.3)
 
 
+@pytest.mark.slow
 async def test_a_large_body_follows_the_ends_of_its_choices(engines, gateways) -> None:
     """Engines report the tokens of a plain answer, so that it can be continued, before they send its body."""
     gateway = await gateways(engines[0])
@@ -182,6 +183,7 @@ async def test_answers_that_must_be_whole_are_counted_and_refused_beyond_the_lim
     assert (await gateway.complete(prompt=["a", "b"], headers=bearer("greedy"))).status == 200
 
 
+@pytest.mark.slow
 async def test_unread_answers_of_a_tenant_end_the_longest_unread_and_none_of_others(engines, gateways) -> None:
     """Each unread answer counts for 0.6 MB, so that the tenant's share is for twelve."""
     gateway = await gateways(engines[0], max_in_flight_body_bytes=8 * 2**20, api_keys=keys())

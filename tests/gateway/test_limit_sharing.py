@@ -179,6 +179,7 @@ async def test_concurrency_reserved_at_one_gateway_is_free_for_the_other_when_se
         assert (await one.reserve(ask(limits))).refused == "concurrency"
 
 
+@pytest.mark.slow
 async def test_the_reservations_of_a_gateway_that_dies_expire(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -283,6 +284,7 @@ def test_shares_add_up_to_the_limit_and_are_never_zero() -> None:
     assert share_of(whole, 1) == whole
 
 
+@pytest.mark.slow
 async def test_without_redis_each_gateway_continues_with_its_share_and_reconnects(own_server: RedisServer) -> None:
     limits = Limits(requests_per_minute=40)
     async with stores(own_server) as (one, two):
@@ -336,6 +338,7 @@ async def test_tokens_used_without_redis_are_charged_when_it_returns(own_server:
         assert (await store.reserve(ask(limits, 300))).refused is None
 
 
+@pytest.mark.slow
 async def test_without_redis_reservations_grow_within_the_share(own_server: RedisServer) -> None:
     limits = Limits(tokens_per_minute=1000)
     async with stores(own_server) as (one, two):

@@ -365,6 +365,7 @@ async def test_two_gateways_with_one_redis_share_a_limit_and_fail_no_request_wit
     assert 20 <= statuses[200] <= 20 + num_alone
 
 
+@pytest.mark.slow
 async def test_a_restart_of_redis_under_load_causes_no_error(engines, gateways, server, fake) -> None:
     settings = {
         "api_keys": [entry("requests_per_minute=1000000 tokens_per_minute=100000000 concurrency=1000 tenant=a")],

@@ -12,6 +12,8 @@ import pytest
 from pagemill_api.text import segments
 from pagemill_servers.auth import hash_key
 
+pytestmark = pytest.mark.slow
+
 NUM_REQUESTS = 150
 KEY = {"Authorization": "Bearer sk-one"}
 

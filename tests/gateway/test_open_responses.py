@@ -16,6 +16,8 @@ from openai.types.responses.response_stream_event import ResponseStreamEvent
 from pydantic import TypeAdapter
 from real_cluster import Cluster
 
+pytestmark = pytest.mark.slow
+
 TEXT_OR_NULL, NUMBER, INTEGER_OR_NULL = (str, type(None)), (int, float), (int, type(None))
 RESOURCE: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("id", "status", "model", "truncation", "service_tier"), (str,)),

@@ -194,6 +194,7 @@ async def place_of(engines: Any, gateways: Any, fake: Any) -> Place:
     return Place(gateway, engines[0], fake)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_requests", [1, pytest.param(2000, marks=[pytest.mark.full, pytest.mark.timeout(900)])])
 async def test_outcomes_are_the_clients_own_count(engines, gateways, fake, num_requests, caplog) -> None:
     """With one request, each way to end is taken once."""

@@ -10,6 +10,8 @@ import pytest
 from pagemill_gateway.brain.resilience.recovery import FREE_RETRIES, WINDOW_S
 from pagemill_gateway.brain.resilience.slowness import SLOW_FACTOR
 
+pytestmark = pytest.mark.slow
+
 PIECES = tuple("abcdefghijkl")
 NUM_STREAMS = 12
 """The number of streams at each engine, more than a judgement needs."""

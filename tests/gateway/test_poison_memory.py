@@ -85,6 +85,7 @@ async def test_a_blamed_request_reaches_no_engine_again(engines, gateways, fake)
     assert num_asked(engines) > asked, "a new version is tried again"
 
 
+@pytest.mark.slow
 async def test_another_tenant_is_not_refused_for_it(engines, gateways, fake) -> None:
     gateway = await poisoned_gateway(engines, gateways, fake, api_keys=TENANTS)
     await gateway.chat(messages=POISON, headers=headers("a"))

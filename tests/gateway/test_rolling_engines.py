@@ -28,6 +28,8 @@ from pagemill_gateway.processes.server import listening, open_gateway
 from pagemill_operator.backends.local.ports import free_port
 from pagemill_servers.process.listening import bind, url_of
 
+pytestmark = pytest.mark.slow
+
 NAME = "tiny"
 
 

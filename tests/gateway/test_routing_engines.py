@@ -153,6 +153,7 @@ class Conversation:
         await fake.until(lambda: reports.latest.sequence >= seen + 2)
 
 
+@pytest.mark.slow
 async def test_predicted_cached_tokens_are_those_of_the_engines_and_the_index_equals_their_caches(
     gateways, fake, start
 ) -> None:
@@ -223,6 +224,7 @@ OF_ONE_PROMPT = {
 SEVERAL_PROMPTS = {"prompt": [LONG + "One.", LONG + "Two.", LONG + "Three.", SPELLED]}
 
 
+@pytest.mark.slow
 async def test_cached_tokens_are_predicted_and_engines_compute_the_clients_tokens_for_every_kind_of_request(
     gateways, fake, start
 ) -> None:

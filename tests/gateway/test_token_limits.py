@@ -219,6 +219,7 @@ async def shared(gateways, engine, server: RedisServer, limits: str) -> Any:
     return await gateways(engine, **limited(limits), redis=RedisConfig(url=server.url, timeout_ms=10_000.0))
 
 
+@pytest.mark.slow
 async def test_gateways_that_share_a_limit_never_exceed_it_together(engines, gateways, server, fake) -> None:
     engines[0].behaviour = fake.generates(step_s=0.001)
     both = [await shared(gateways, engines[0], server, "tokens_per_minute=2000") for _ in range(2)]
@@ -233,6 +234,7 @@ async def test_gateways_that_share_a_limit_never_exceed_it_together(engines, gat
     assert {reply.status for reply in replies} == {200, 429}
 
 
+@pytest.mark.slow
 async def test_without_redis_each_gateway_stays_within_its_share(engines, gateways, server, fake) -> None:
     engines[0].behaviour = fake.generates(step_s=0.001)
     both = [await shared(gateways, engines[0], server, "tokens_per_minute=2000") for _ in range(2)]

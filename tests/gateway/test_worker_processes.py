@@ -25,6 +25,8 @@ from pagemill_protocol.versions import protocol_headers
 from pagemill_servers.auth import hash_key
 from pagemill_servers.secrets.token_file import read_generated_token
 
+pytestmark = pytest.mark.slow
+
 CONTROL = {"authorization": "Bearer t0ken", **protocol_headers()}
 KEY = {"authorization": "Bearer sk-one"}
 BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}

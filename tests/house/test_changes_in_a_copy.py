@@ -322,6 +322,7 @@ def compiled(copy: Path) -> Path:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", CHANGES)
 def test_a_change_needs_only_the_files_that_the_page_names(kind: str, copy: Path) -> None:
     change, program = CHANGES[kind]

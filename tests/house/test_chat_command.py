@@ -168,6 +168,7 @@ def test_a_conversation_keeps_its_history_and_supports_commands(canned_server: A
     assert canned_server.requests[1]["messages"][2]["content"] == "First."
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_the_answer_and_not_the_program(canned_server: Any, answer_of: Any) -> None:
     canned_server.answers = [["Once upon", None], answer_of("Back again.")]
     terminal = Terminal("--url", canned_server.url)

@@ -109,6 +109,7 @@ def test_chat_commands_get_an_answer(server: str) -> None:
     assert re.search(r"^[1-8] tokens?, [\d.]+ tok/s", done.stderr, re.MULTILINE), done.stderr
 
 
+@pytest.mark.slow
 def test_bench_commands_print_a_report(server: str, tmp_path: Path) -> None:
     """Comparisons read what was saved before."""
     lines = sorted(commands(".venv/bin/pagemill bench"), key=lambda line: "--compare" in line)
@@ -134,6 +135,7 @@ def is_for_an_engine(block: str) -> bool:
     return WITH_CLIENT.search(block) is not None and "client.batches" not in block
 
 
+@pytest.mark.slow
 def test_snippets_with_a_client_run(server: str) -> None:
     """Each snippet prints something. All run in one process, because imports take most of their time."""
     snippets = [at(server, block) for block in fenced("python") if is_for_an_engine(block)]
@@ -143,6 +145,7 @@ def test_snippets_with_a_client_run(server: str) -> None:
     assert all(part.strip() for part in done.stdout.split(SEPARATOR)), done.stdout
 
 
+@pytest.mark.slow
 def test_offline_snippets_run(tmp_path: Path) -> None:
     """A tiny encoder replaces the user's model."""
     blocks = fenced("python")

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 LIBS = ["libs/protocol", "libs/models", "libs/api", "libs/servers", "libs/kube"]
 SOURCE_ROOTS = ["crds", *LIBS, "kernels", "engine", "gateway", "operator", "simulator", "cli"]
@@ -99,6 +101,7 @@ def test_test_files_have_unique_names() -> None:
     assert {file: count for file, count in counts.items() if count > 1} == {}
 
 
+@pytest.mark.slow
 def test_every_module_has_a_docstring() -> None:
     silent = [
         name(path)
@@ -162,6 +165,7 @@ def test_the_longest_test_files_start_first_and_are_listed_in_contributing() -> 
     assert [file for file in longest[:10] if f"`{file}`" not in page] == []
 
 
+@pytest.mark.slow
 def test_suspended_processes_are_killed_after_their_test() -> None:
     """Only `hang` may send SIGSTOP; `tests/conftest.py` cleans up after it."""
     found = [

@@ -73,6 +73,7 @@ def pasted(page: Path) -> list[Step]:
 PASTED = {page.stem: page for page in PAGES if pasted(page)}
 
 
+@pytest.mark.slow
 @pytest.mark.model
 @pytest.mark.sample("README")
 @pytest.mark.timeout(1800)  # simulations and benchmarks take minutes where others compute, too

@@ -37,6 +37,7 @@ def connections(url: str, number: int) -> Iterator[list[socket.socket]]:
         yield [stack.enter_context(contextlib.closing(connect(url))) for _ in range(number)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("port", PORTS)
 def test_every_port_bounds_the_number_of_headers(http_server: HttpServer, port: str) -> None:
     with contextlib.closing(connect(url_of(http_server, port))) as connection:

@@ -81,6 +81,7 @@ def test_a_deflate_body_is_read_with_and_without_its_head(http_server: HttpServe
         assert (answer.status, answer.error()["param"]) == (400, "content-encoding")
 
 
+@pytest.mark.slow
 def test_a_body_that_decompresses_beyond_the_limit_gets_413_at_low_cost(http_server: HttpServer) -> None:
     bomb = gzip.compress(b'{"x": "' + b"x" * (256 * MIB))
     before = http_server.rss_bytes()

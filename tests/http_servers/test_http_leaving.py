@@ -109,6 +109,7 @@ def test_a_half_closed_connection_counts_as_a_client_that_left(
     http_server.serves()
 
 
+@pytest.mark.slow
 def test_a_slow_reader_gets_everything(http_server: HttpServer) -> None:
     with contextlib.closing(http_server.connect(receive_buffer_bytes=4096)) as client:
         client.sendall(request({**HUGE, "n": 8}, headers=[(b"Connection", b"close")]))
@@ -120,6 +121,7 @@ def test_a_slow_reader_gets_everything(http_server: HttpServer) -> None:
     assert len(answer.body) > 2 * MIB
 
 
+@pytest.mark.slow
 def test_a_reader_that_stops_fills_no_memory_and_loses_its_stream(
     engine_server: HttpServer, gateway_server: HttpServer
 ) -> None:

@@ -67,6 +67,7 @@ def _make_small(body: dict[str, Any]) -> None:
             body[name] = 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("operation", OPERATIONS, ids=label)
 def test_allowed_requests_are_served_or_refused_by_name(
     http_servers: list[HttpServer], operation: AnyOperation

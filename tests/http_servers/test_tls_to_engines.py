@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import httpx2 as httpx
+import pytest
 from certificates import write_certificate
 from light_model import light_model
 from server_processes import MODEL
@@ -78,6 +79,7 @@ def served_certificate(url: str) -> str:
     return ssl.get_server_certificate(("127.0.0.1", urlsplit(url).port or 0))
 
 
+@pytest.mark.slow
 def test_a_gateway_uses_tls_with_engines_whose_certificate_may_change(tmp_path: Path) -> None:
     tls = write_certificate(tmp_path, "engines.test")
     ca_file = tmp_path / "ca.crt"

@@ -73,6 +73,7 @@ def run(code: str, environment: dict[str, str]) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.version.cuda is None, reason="this torch is built without CUDA")
 def test_torch_reports_the_fake_driver_as_too_old(tmp_path: Path) -> None:
     environment = fake_driver(tmp_path, "int cuDriverGetVersion(int *version) { *version = 11080; return 0; }")

@@ -51,6 +51,7 @@ def test_gloo_gives_the_bits_of_threads() -> None:
         assert all(torch.equal(one, two) for one, two in zip(mine, other, strict=True))
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_ends_the_group_after_the_timeout() -> None:
     def run(group: Any) -> None:
         if group.rank != 1:

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from pagemill_kernels.gpu.building import use_kernel_cache
 
 COMPILE = """
@@ -37,6 +39,7 @@ def compile_into(folder: Path) -> dict[str, int]:
     return {str(path.relative_to(folder)): path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow
 def test_the_next_process_uses_the_compiled_kernels(tmp_path: Path) -> None:
     first = compile_into(tmp_path / "kernels")
     assert any(name.endswith("gather_rows.cubin") for name in first)

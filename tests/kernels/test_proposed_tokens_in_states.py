@@ -176,6 +176,7 @@ def test_tokens_that_are_taken_back_leave_no_trace(name: str, backend: Backend) 
         check(RULES[name], backend, as_long([random_steps(draw), random_steps(draw)]))
 
 
+@pytest.mark.slow
 def test_accepted_tokens_that_pass_a_block_are_folded_by_the_next_step(backend: Backend) -> None:
     """From every place in a block, with every number of accepted tokens."""
     for first in range(1, BLOCK + 1):

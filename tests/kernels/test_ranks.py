@@ -196,6 +196,7 @@ def test_a_rank_that_does_not_come_is_named_with_step_and_cut(groups_of: Groups,
         assert str(error).startswith("rank 1 has not reached a sum outside of the layers of step 7 within 1.5 s")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", BETWEEN_PROCESSES)
 def test_a_rank_that_waited_for_a_slow_one_has_its_own_time_from_then_on(groups_of: Groups, kind: str) -> None:
     """The first of three stages waits for a rank for longer than it may; no rank is at one place for so long."""

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "bench" / "kernel_resources.py"
 
@@ -68,7 +70,6 @@ def test_the_widest_heads_in_the_widest_type_fit_the_smallest_multiprocessors(tm
 
 
 @pytest.mark.full
-@pytest.mark.slow
 @pytest.mark.timeout(580)
 @pytest.mark.parametrize("architecture", ["80", "90", "100"])
 def test_no_hot_kernel_spills_on_any_architecture(architecture: str, tmp_path: Path) -> None:

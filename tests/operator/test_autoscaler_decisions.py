@@ -358,6 +358,7 @@ def test_changed_bounds_apply_at_once() -> None:
     assert Scaled(policy(min_replicas=4), replicas=1).decide(active=0.1).replicas == 4
 
 
+@pytest.mark.slow
 def test_after_a_removal_that_was_needed_again_the_next_one_waits_longer() -> None:
     scaled = Scaled(KV, replicas=1, cold_start_s=50.0)
     for _ in range(12):
@@ -372,6 +373,7 @@ def test_after_a_removal_that_was_needed_again_the_next_one_waits_longer() -> No
     assert len([change for change in own.changes if change[1] > change[0]]) >= 11, "an explicit window must be kept"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("settings", "most_removals"), [(WINDOW, 0), (KV, MAX_FLAPS + 2)])
 def test_a_sine_load_is_followed_without_flapping(settings: ScalingSettings, most_removals: int) -> None:
     # In two hours a flap is forgotten twice.

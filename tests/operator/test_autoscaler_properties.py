@@ -6,6 +6,7 @@ import math
 import random
 from itertools import pairwise
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scaling_world import LENGTHS, Scaled, arrivals, busy, engines, signals
@@ -85,6 +86,7 @@ def test_missing_signals_never_remove_replicas(fields: dict[str, object], replic
     assert decision.replicas >= replicas
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None)
 @given(st.integers(0, 2**32), st.floats(0.3, 6.0), st.floats(0.0, 0.25))
 def test_a_steady_noisy_load_settles_and_removes_at_most_the_excess(seed: int, demand: float, noise: float) -> None:
@@ -100,6 +102,7 @@ def test_a_steady_noisy_load_settles_and_removes_at_most_the_excess(seed: int, d
     assert all(later - earlier >= 2 * WINDOW_S for earlier, later in pairwise(removed_s)), scaled.changes
 
 
+@pytest.mark.slow
 @settings(max_examples=5, deadline=None)
 @given(st.integers(0, 2**32), st.floats(1.0, 40.0))
 def test_poisson_arrivals_do_not_flap_under_an_slo(seed: int, rate: float) -> None:

@@ -166,6 +166,7 @@ def test_an_overloaded_fleet_has_no_latency_and_the_reason_is_given(changes: dic
     assert prediction.limit in (limit, "tokens")
 
 
+@pytest.mark.slow
 def test_the_smallest_number_that_meets_the_slo_is_chosen_and_candidates_are_recorded() -> None:
     scaled = Scaled(SLO, replicas=1)
     decision = scaled.decide(rate=30.0, active=1.0)

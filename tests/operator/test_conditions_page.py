@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from observed_world import CONDITION_TYPES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -95,6 +96,7 @@ def _reasons_of(call: ast.Call) -> Iterator[str]:
             yield value.value
 
 
+@pytest.mark.slow
 def test_the_page_lists_every_reason() -> None:
     listed = set(re.findall(r"`([A-Z][A-Za-z]+)`", PAGE.read_text()))
     assert set(_given()) - OTHERS - listed == set()

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import pytest
 import yaml
 from byte_bundle import byte_tokenizer
 from peft_adapters import write_adapter, write_base
@@ -33,6 +34,7 @@ def load(folder: Path, base: Path, listed: dict[str, str], **resources: str) -> 
     return load_files([file])
 
 
+@pytest.mark.slow
 async def test_adapters_come_and_go_at_a_running_engine_behind_the_gateway(machine: Any, tmp_path: Path) -> None:
     base = write_base("llama", tmp_path / "base")
     byte_tokenizer([]).save(str(base.folder / "tokenizer.json"))

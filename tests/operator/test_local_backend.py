@@ -24,6 +24,8 @@ from pagemill_operator.backends.local.ports import PortInUse
 from pagemill_operator.plan import Plan, Probe
 from pagemill_operator.status.conditions import find_conditions
 
+pytestmark = pytest.mark.slow
+
 Machine = Any
 
 

@@ -10,6 +10,8 @@ import aiohttp
 import pytest
 from waiting import eventually
 
+pytestmark = pytest.mark.slow
+
 Machine = Any
 
 

@@ -26,6 +26,7 @@ def phases(machine: Machine, plan: Any) -> list[str]:
     return sorted(replica.phase for replica in machine.backend.observe(plan.key).replicas if replica.live)
 
 
+@pytest.mark.slow
 async def test_at_zero_one_engine_sleeps_and_the_same_process_answers_the_next_request(machine: Machine) -> None:
     autoscaling = {"minReplicas": 0, "maxReplicas": 1, "warm": 1, "scaleToZeroAfter": "2s"}
     plan = machine.plan(replicas=0, autoscaling=autoscaling)

@@ -111,6 +111,7 @@ def write_embedding_model(folder: Path) -> str:
     return f"file://{folder}"
 
 
+@pytest.mark.slow
 async def test_settings_that_a_real_engine_reports_reach_the_condition_and_the_log(
     machine: Machine, tmp_path: Path
 ) -> None:

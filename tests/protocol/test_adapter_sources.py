@@ -53,6 +53,7 @@ def content_of(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if not path.name.startswith(".")}
 
 
+@pytest.mark.slow
 def test_a_bucket_gives_an_adapters_files_only(signed: None) -> None:
     folder = resolve_adapter("s3://adapters/one", "source")
     assert content_of(folder) == FILES

@@ -71,6 +71,7 @@ def assert_is_whole(folder: Path) -> None:
     assert {name: (folder / name).read_bytes() for name in FILES} == FILES
 
 
+@pytest.mark.slow
 def test_a_model_of_several_files_is_downloaded_from_a_bucket(load: Load, signed: None) -> None:
     assert_is_whole(load("s3://models/tiny"))
 

@@ -354,6 +354,7 @@ def test_a_forced_choice_among_several_tools_is_not_refused_for_the_schema_of_on
         check_form(request(tools=tools(bad=bad, worse={**bad, "title": "x"}), tool_choice="required"))
 
 
+@pytest.mark.slow
 def test_the_cost_of_512_strict_tools_is_linear(monkeypatch: pytest.MonkeyPatch) -> None:
     # Slow processors take more than the limit.
     generous = msgspec.structs.replace(check.LIMITS, cpu_limit_s=10.0, wall_limit_s=60.0)

@@ -81,6 +81,7 @@ def test_block_sizes_equal_those_of_the_reference_library():
         assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)] == (kind.block_elements, kind.block_bytes)
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_the_embedded_model_is_read_like_by_the_reference_library(smollm2_path):
     reference = gguf.GGUFReader(smollm2_path)

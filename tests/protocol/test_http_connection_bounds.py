@@ -448,6 +448,7 @@ async def test_a_body_of_small_chunks_is_parsed_over_many_turns_of_the_loop() ->
     assert turns >= len(small) / connection.CHUNKED_PIECE_BYTES
 
 
+@pytest.mark.slow
 async def test_reading_stops_while_small_chunks_are_not_read_by_the_app() -> None:
     go = asyncio.Event()
 

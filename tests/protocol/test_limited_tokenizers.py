@@ -194,6 +194,7 @@ def test_a_tokenizer_that_cannot_encode_plain_text_is_refused_by_engines(kind: s
     tokenizer.close()
 
 
+@pytest.mark.slow
 def test_the_next_text_starts_another_process(tokenizer_with: Callable[[dict[str, Any]], Tokenizer]) -> None:
     tokenizer = tokenizer_with(HOSTILE["time"][0])
     assert tokenizer.encode("hi") == tokenizer.encode("hi")

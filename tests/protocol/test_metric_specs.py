@@ -131,6 +131,7 @@ def test_names_are_the_same_in_every_format(accept: str) -> None:
     assert scrape.body.endswith(b"# EOF\n") == ("openmetrics" in accept)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("catalogue", "folders"),
     [(metrics, ("engine", "gateway")), (metric_specs, ("operator",)), (deployment_metrics, ("operator",))],

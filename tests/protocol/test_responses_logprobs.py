@@ -84,6 +84,7 @@ def joined(entries: list[Any]) -> bytes:
     return b"".join(bytes(each["bytes"]) for each in entries)
 
 
+@pytest.mark.slow
 @pytest.mark.sample("1-*", "3-Hi</think>*")
 @pytest.mark.parametrize(
     ("text", "form"),

@@ -82,6 +82,7 @@ def test_no_token_covers_more_bytes_than_the_bound(tokenizer_json: dict[str, Any
     every()
 
 
+@pytest.mark.slow
 def test_nfc_shortens_no_text_beyond_the_bound() -> None:
     characters = [chr(code) for code in range(sys.maxunicode + 1) if not 0xD800 <= code < 0xE000]
     spelled: dict[str, int] = {}
@@ -216,6 +217,7 @@ def test_a_large_text_that_just_fits_keeps_its_tokens_and_a_larger_one_is_refuse
     assert caught.value.code == "context_length_exceeded"
 
 
+@pytest.mark.slow
 @pytest.mark.model
 @pytest.mark.sample("5")
 @pytest.mark.parametrize("seed", [5, 6, 7])

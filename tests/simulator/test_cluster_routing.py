@@ -39,6 +39,7 @@ def some(kind: str, seed: int, share: float = 0.35) -> list[Conversation]:
     return traffic[: int(len(traffic) * share)]
 
 
+@pytest.mark.slow
 @pytest.mark.sample("hot prefix", "multi-turn chat")
 @pytest.mark.parametrize("kind", TRAFFIC)
 def test_cost_is_never_more_than_five_percent_worse_than_fewest_requests(kind: str) -> None:

@@ -145,6 +145,7 @@ CASES: dict[str, tuple[list[Workload], FleetSettings, Callable[[], FleetScaler]]
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sample("sessions", "more than caches hold", "from zero by our own policy", "pods that crash")
 @pytest.mark.parametrize("case", CASES)
 def test_fast_forward_is_close_to_exact(case: str) -> None:

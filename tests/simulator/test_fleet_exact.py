@@ -109,6 +109,7 @@ def test_answers_have_the_lengths_of_the_workload() -> None:
     assert outcome.is_exact
 
 
+@pytest.mark.slow
 def test_equal_seeds_give_equal_outcomes_in_any_process() -> None:
     settings = fleet(0, 3, crash_mean_s=20.0, seed=5)
     load = traffic(60, 5.0)
@@ -176,6 +177,7 @@ def test_a_request_that_outlasts_the_drain_continues_on_another_pod() -> None:
     assert gone_s == pytest.approx(3.0)
 
 
+@pytest.mark.slow
 def test_crashes_lose_no_request_while_attempts_remain() -> None:
     load = traffic(150, 6.0, most_output=200)
     calm = simulate_fleet(load, fleet(3, 3), rival(FixedReplicas(), ReplicaBounds(3, 3)))
@@ -258,6 +260,7 @@ def test_a_workload_without_requests_costs_its_pods() -> None:
     assert outcome.pod_seconds == pytest.approx(120.0)
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(
     seed=st.integers(0, 10**6),

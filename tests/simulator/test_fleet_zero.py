@@ -18,6 +18,8 @@ from pagemill_simulator.scaling.policy import ReplicaBounds
 from pagemill_simulator.scaling.simulated import INTERVAL_S, own
 from pagemill_simulator.workloads.request import SimRequest, Workload
 
+pytestmark = pytest.mark.slow
+
 IDLE_S = 2.0
 NUM_VISITS = 60
 DRAIN_S = 10.0

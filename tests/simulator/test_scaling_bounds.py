@@ -30,6 +30,8 @@ from pagemill_simulator.workloads.generator import Generator
 from pagemill_simulator.workloads.patterns import FlashCrowd, Retrieval, SilentNights
 from pagemill_simulator.workloads.shapes import Burst, Ramp, Steady, Step
 
+pytestmark = pytest.mark.slow
+
 STEP_TIME = StepTimeParams(
     knots_tokens=[1, 64, 512, 2048], knot_ms=[24.0, 30.0, 90.0, 330.0], decode_context_ms=2e-5, chunk_context_ms=4e-7
 )

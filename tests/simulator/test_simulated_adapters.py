@@ -123,6 +123,7 @@ def served(
     return traffic, report_routing(traffic, settings)
 
 
+@pytest.mark.slow
 def test_with_load_costs_there_are_fewer_loads_and_a_lower_ttft() -> None:
     """A few seeds of one mix; `python bench/adapters.py` runs more of both."""
     ratios = []

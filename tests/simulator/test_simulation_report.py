@@ -204,6 +204,7 @@ def test_many_points_are_thinned_out_without_losing_peaks() -> None:
     assert charts[0].x_label == "time (h)"
 
 
+@pytest.mark.slow
 def test_charts_are_also_written_as_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib", reason=png.REMEDY)
     monkeypatch.setattr(png, "can_draw", CAN_DRAW)

@@ -72,6 +72,7 @@ def test_two_adapters_and_the_base_compute_what_merged_weights_compute(name: str
     assert differences(found, base, request=0) > 100 * TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(HAS_GPU, reason="the whole model is on the interpreter's device")
 @pytest.mark.sample("llama")
 @pytest.mark.parametrize("name", ["llama", "mixtral", "gpt_neox"])

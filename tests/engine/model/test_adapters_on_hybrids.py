@@ -12,6 +12,8 @@ from peft_adapters import ATTENTION, Adapted, Base, write_adapter
 
 from pagemill_engine.scheduler.admission import Admission
 
+pytestmark = pytest.mark.slow
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5": (
         "qwen3.5",

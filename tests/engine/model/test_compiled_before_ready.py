@@ -24,7 +24,7 @@ from pagemill_engine.starting.compiling import compile_kernels
 from pagemill_kernels.gpu import launch
 from pagemill_protocol.request.sampling import SamplingParams
 
-pytestmark = pytest.mark.skipif(HAS_GPU, reason="the device's own compiler is watched there")
+pytestmark = [pytest.mark.skipif(HAS_GPU, reason="the device's own compiler is watched there"), pytest.mark.slow]
 
 NUM_MULTIPROCESSORS = 8
 """Few enough that some steps of a tiny model use all of them and others do not."""

@@ -129,6 +129,7 @@ def test_the_runner_is_that_of_a_gpu(runner: Any, load: Callable[..., Any]) -> N
     assert runner.info.overlaps == (DEVICE.type == "cuda")
 
 
+@pytest.mark.slow
 @pytest.mark.sample("overlapped")
 @pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
 def test_both_loops_give_the_answers_of_the_torch_backend(runner: Any, expected: Answers, overlap: bool) -> None:
@@ -230,6 +231,7 @@ class ReplayRecorder:
         return again
 
 
+@pytest.mark.slow
 @pytest.mark.sample("overlapped")
 @pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
 def test_padded_decodes_give_the_answers_of_unpadded_ones(
@@ -250,6 +252,7 @@ def test_padded_decodes_give_the_answers_of_unpadded_ones(
     assert_alike(serve(runner)[0], expected)
 
 
+@pytest.mark.slow
 @pytest.mark.sample("overlapped")
 @pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
 def test_padded_prompts_give_the_answers_of_unpadded_ones(
@@ -400,6 +403,7 @@ def test_a_failure_of_a_cuda_graph_is_reported_like_that_of_a_launch(load: Calla
     assert recorder.num_run == 4
 
 
+@pytest.mark.slow
 @pytest.mark.sample("overlapped")
 @pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
 def test_requests_survive_a_failed_step(

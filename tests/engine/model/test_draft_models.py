@@ -122,6 +122,7 @@ def plain(folders: dict[str, Path], overlap: bool) -> Iterator[list[Any]]:
         yield answers(llm)[0]
 
 
+@pytest.mark.slow
 def test_answers_are_those_without(folders: dict[str, Path], overlap: bool, plain: list[Any]) -> None:
     with make(folders, "near", overlap=overlap) as llm:
         for _ in range(2):  # the second time prompts are found in the cache
@@ -131,6 +132,7 @@ def test_answers_are_those_without(folders: dict[str, Path], overlap: bool, plai
         assert llm._core.scheduler.num_preemptions > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("period", [1, 3])
 def test_a_draft_model_that_equals_the_model_is_never_wrong(
     folders: dict[str, Path], overlap: bool, monkeypatch: pytest.MonkeyPatch, period: int
@@ -197,6 +199,7 @@ def test_a_model_with_windows_has_one_too(folders: dict[str, Path]) -> None:
     assert sum(each.num_accepted_tokens for each in metrics) == num_proposed > 100
 
 
+@pytest.mark.slow
 def test_a_hybrid_has_one_too(folders: dict[str, Path]) -> None:
     """Which is no hybrid itself: its blocks follow where the hybrid forks and resumes, behind its states."""
     params = [SamplingParams(temperature=0.8, seed=n, n=1 + n % 3, max_tokens=60, ignore_eos=True) for n in range(6)]

@@ -76,6 +76,7 @@ def test_log_probabilities_equal_transformers(family: Family, driver: Any) -> No
     torch.testing.assert_close(ours, exact[-len(expected) :], atol=1e-4 + 2 * rounding, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.full] * (index % 3 > 0)) for index, name in enumerate(VARIANTS)]
 )
@@ -209,6 +210,7 @@ def test_quantized_matmuls_of_experts_on_a_gpu_are_refused_by_name(qwen2: Family
         runner_loader(qwen2.folder, device="cuda", quantization="w8a8")
 
 
+@pytest.mark.slow
 @pytest.mark.sample("int4")
 @pytest.mark.parametrize("quantization", ["none", "int4"])
 def test_the_triton_backend_gives_the_answers_of_transformers(

@@ -77,6 +77,7 @@ def test_a_gguf_file_gives_the_answers_of_its_values(
     assert answers(path, runner_loader, make_driver, backend=backend) == expected(model)
 
 
+@pytest.mark.slow
 def test_each_expert_of_a_gguf_file_may_have_a_factor_of_its_own(
     tmp_path: Path, runner_loader: Loader, make_driver: Drivers
 ) -> None:

@@ -103,6 +103,7 @@ def logprobs_of(kind: Kind, weights: Weights, prompt: list[int]) -> tuple[Tensor
     return of_prompt, float(errors.max()) if len(errors) else 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.sample("qwen")
 @pytest.mark.parametrize("name", KINDS)
 def test_answers_equal_plain_formulas(

@@ -59,6 +59,7 @@ def assert_prompts_have_the_logprobs_of_transformers(family: Family, results: li
     assert largest < 2e-3
 
 
+@pytest.mark.slow
 def test_answers_equal_transformers_in_chunks_after_prefix_hits_and_preemption(
     family: Family, runner_loader: Callable[..., Any], make_driver: Callable[[Any], Any]
 ) -> None:

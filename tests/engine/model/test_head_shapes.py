@@ -113,6 +113,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sample("*native*", "*torch", "chunks-triton")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("steps", [{}, {"max_num_batched_tokens": 9}], ids=["whole", "chunks"])

@@ -243,6 +243,7 @@ def wrong(reference: Reference, drafted: Found) -> int:
     return sum(reference.drafts(known, len(tokens)) != tokens for known, tokens in picked)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_torch", [(True, False), (False, True)], ids=["the-model", "the-head"])
 @pytest.mark.parametrize("reference", ["llama"], indirect=True)
 def test_either_may_run_on_torch(
@@ -261,6 +262,7 @@ def test_either_may_run_on_torch(
     assert wrong(reference, drafted) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", [False, pytest.param(True, marks=FULL)], ids=["plain-loop", "overlapped"])
 @pytest.mark.parametrize("reference", KINDS, indirect=True)
 def test_drafts_are_those_of_the_reference(
@@ -279,6 +281,7 @@ def test_drafts_are_those_of_the_reference(
     assert wrong(reference, drafted) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reference", ["deepseek", pytest.param("glm", marks=FULL)], indirect=True)
 def test_first_drafts_are_those_of_generate(
     folders: dict[str, Path], reference: Reference, drafted: Found, monkeypatch: pytest.MonkeyPatch
@@ -371,6 +374,7 @@ EVERYTHING: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 def test_every_combination_with_a_head_gives_the_answers_without(folders: dict[str, Path], tmp_path: Path) -> None:
     """Bit for bit, in parts of prompts, preempted, behind prefix hits, moved to another engine and behind a sleep; and
     tokens are proposed for each."""

@@ -20,7 +20,7 @@ import transformers
 
 from pagemill_protocol.request.sampling import SamplingParams
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.slow]
 
 NUM_TOKENS = 10
 _SUBJECTS = (

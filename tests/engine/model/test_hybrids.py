@@ -258,6 +258,7 @@ def test_choices_and_continued_answers_equal_transformers(name: str, load: Load)
     assert begun + resumed["resumed/0"].token_ids[-(NUM_TOKENS - 9) :] == whole["whole/0"].token_ids
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.unavailable_reason()}")
 @pytest.mark.sample("qwen3.5-2")
 @pytest.mark.parametrize("size", [2, 3])

@@ -27,7 +27,10 @@ from pagemill_kernels.cpu import library
 from pagemill_models.tokenizer_files.load_bundle import load_bundle
 from pagemill_protocol.request.generate import ChoiceResume, GenerateRequest
 
-pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.unavailable_reason()}")
+pytestmark = [
+    pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.unavailable_reason()}"),
+    pytest.mark.slow,
+]
 PLACE = {
     "type": "object",
     "properties": {"x": {"type": "integer", "maximum": 99}, "y": {"enum": ["a", "b"]}},

@@ -103,6 +103,7 @@ def test_log_probabilities_equal_transformers(family: Family, driver: Any) -> No
     torch.testing.assert_close(ours, reference, atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[IN_FULL] * (index % 6 > 0)) for index, name in enumerate(VARIANTS)]
 )
@@ -135,6 +136,7 @@ def test_a_low_cap_of_scores_gives_the_answers_of_transformers(
     assert tokens_of(results) == capped.expected
 
 
+@pytest.mark.slow
 @pytest.mark.sample("opt with *", "falcon with one *", "gemma3", "starcoder2", "gpt-bigcode *", "qwen3")
 @pytest.mark.parametrize("name", ODD_SHAPES)
 def test_unusual_shapes_equal_transformers(

@@ -26,6 +26,7 @@ CASES = {**family_models.NEW, **expert_models.NEW}
 WITH_EXPERTS = "gemma4 with experts"
 
 
+@pytest.mark.slow
 @pytest.mark.sample("gemma4", "glm4_moe_lite", "hunyuan_v1_moe", "minimax_m2", "mistral4", "olmo3")
 @pytest.mark.parametrize("name", CASES)
 def test_answers_equal_transformers(

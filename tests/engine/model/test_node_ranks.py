@@ -116,6 +116,7 @@ def test_a_step_that_raises_is_computed_again_on_all_nodes(
     assert node.join() is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_nodes_that_wait_use_no_time(llama_folder: Path, tmp_path: Path, num_stages: int) -> None:
     """The node's own process and its rank, which has a connection to rank 0."""
@@ -156,6 +157,7 @@ class MoreWork:
         return self._model.hidden(*given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_a_rank_of_another_node_that_computes_longer_is_named(
     llama_folder: Path, num_stages: int, monkeypatch: pytest.MonkeyPatch
@@ -195,6 +197,7 @@ def lost(engine: Engine) -> tuple[str, float]:
     return str(raised.value), time.monotonic() - started
 
 
+@pytest.mark.slow
 @pytest.mark.sample("kill")
 @pytest.mark.parametrize("how", ["kill", "stop", "end"])
 def test_a_rank_of_another_node_that_is_gone_is_named(
@@ -246,6 +249,7 @@ def test_other_nodes_end_when_the_first_one_does(llama_folder: Path) -> None:
     runner.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("field", ["weights", "version", "shape", "token"])
 def test_nodes_that_differ_are_refused_with_what_differs(
     llama_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: str

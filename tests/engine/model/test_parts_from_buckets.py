@@ -25,6 +25,8 @@ from pagemill_models.sources import Opened, open_by_parts
 from pagemill_models.sources.by_parts import has_parts
 from pagemill_models.spec.model_files import load_model_spec
 
+pytestmark = pytest.mark.slow
+
 SAFETENSORS, GGUF, NAMED = "s3://models/m", "s3://models/g", "s3://models/several/below/large.gguf"
 SPLIT = "s3://models/split"
 WEIGHTS = (".safetensors", ".gguf")

@@ -206,6 +206,7 @@ def test_a_continued_answer_reports_only_the_values_that_the_client_lacks(
         assert answered.prompts["r"] == []
 
 
+@pytest.mark.slow
 def test_a_gpu_reports_prompt_logprobs(model: Any, folder: Path, runner_loader: Callable[..., Any]) -> None:
     """Triton runs in the interpreter without a GPU: chunks, and a wait that reads two steps later."""
     runner = runner_loader(folder, device="cuda", num_kv_blocks=16, max_model_len=64, max_num_seqs=4)

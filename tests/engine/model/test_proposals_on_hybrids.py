@@ -37,7 +37,10 @@ from pagemill_kernels.recurrent.batch import StateBatch
 from pagemill_models.tokenizer_files.load_bundle import load_bundle
 from pagemill_protocol.request.generate import ChoiceResume, GenerateRequest
 
-pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.unavailable_reason()}")
+pytestmark = [
+    pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.unavailable_reason()}"),
+    pytest.mark.slow,
+]
 MOST = 16
 ROOM = SpeculationConfig(method="ngram", num_tokens=MOST)
 PLACE = {

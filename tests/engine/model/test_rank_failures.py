@@ -102,6 +102,7 @@ def test_a_process_that_ends_is_named_at_once(
     assert took < SOON_S, "not after the 60 s in which a rank counts as stuck"
 
 
+@pytest.mark.slow
 @pytest.mark.sample("cut 2 of layer 0", "the logits", "the plan ring")
 @pytest.mark.parametrize("place", PLACES)
 def test_a_rank_that_stops_is_named_with_the_cut_that_it_has_not_reached(
@@ -183,6 +184,7 @@ def test_a_follower_that_cannot_read_a_plan_ends(
     assert took < SOON_S  # Python ends
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_slow_rank_is_not_called_stuck(
     llama_folder: Path, ranks: Ranks, expected: Expected, monkeypatch: pytest.MonkeyPatch, rank: int
@@ -243,6 +245,7 @@ def test_a_rank_that_ends_while_nothing_runs_is_found_before_the_next_step(llama
         engine.run(prompts_of(1), ROUNDS[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["kill", pytest.param("stop", marks=pytest.mark.full)])
 def test_followers_end_with_rank_0(llama_folder: Path, how: str) -> None:
     """A killed one takes them with it; from one that is stopped within a step they part after their limit."""
@@ -314,6 +317,7 @@ def test_a_step_that_raises_in_a_stage_fails_alone(
     assert reason.endswith(f": no memory at {place}")
 
 
+@pytest.mark.slow
 @pytest.mark.sample("kill-2-cut*", "kill-1-hidden*to 0", "stop-2-hidden*", "stop-1-cut*")
 @pytest.mark.parametrize(("rank", "place"), [each for each in STAGE_PLACES if each[0] and each[1] != "the end"])
 @pytest.mark.parametrize("how", ["kill", "stop"])
@@ -333,6 +337,7 @@ def test_the_stage_that_ends_or_stops_is_named_and_not_one_that_waits_for_it(
         assert took < STUCK_S + SOON_S
 
 
+@pytest.mark.slow
 def test_a_slow_stage_is_not_called_stuck(
     staged: Path, ranks: Ranks, staged_expected: Expected, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,6 +60,7 @@ def test_the_plan_has_the_memory_that_adapters_take(
     assert planned[0] > 9 * one  # one more, and its values while they are read
 
 
+@pytest.mark.slow
 @pytest.mark.sample(
     "llama, all-linear*",
     "llama, patterns",
@@ -81,6 +82,7 @@ def test_greedy_answers_equal_pefts(case: str, bases: Any, tmp_path: Path) -> No
     check(engine, base, adapted)
 
 
+@pytest.mark.slow
 @pytest.mark.sample("gpt_neox", "mixtral")
 @pytest.mark.parametrize(
     "case",
@@ -136,6 +138,7 @@ def check(engine: Engine, base: Base, adapted: Adapted) -> None:
     assert engine.greedy(PROMPTS[:3], [""] * 3) == [tokens for tokens, _ in unadapted]
 
 
+@pytest.mark.slow
 @pytest.mark.sample("llama", "gpt2")
 @pytest.mark.parametrize("name", ["llama", "gpt2", "phi3", "mixtral", "llama of 4 bits"])
 def test_a_batch_of_eight_adapters_and_the_base(name: str, bases: Any, tmp_path: Path) -> None:

@@ -142,6 +142,7 @@ class SimulatedMemory:
         return self._peaks_bytes.pop(0)
 
 
+@pytest.mark.slow
 def test_the_cache_is_sized_by_measured_steps(
     folder: Path, spec: ModelSpec, runner_loader: Callable[..., Any], make_driver: Callable[[Any], Any]
 ) -> None:
@@ -190,6 +191,7 @@ def test_an_error_for_a_device_without_memory_for_cuda_graphs_names_the_setting(
     assert caught.value.reason == "GraphsTooLarge"
 
 
+@pytest.mark.slow
 @pytest.mark.sample("True")
 @pytest.mark.parametrize("recorded", [True, False])
 def test_a_start_measures_then_allocates_then_captures(

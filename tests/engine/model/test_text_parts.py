@@ -77,6 +77,7 @@ def test_every_prefix_gives_the_same_answers(
     assert tokens_of(make_driver(runner_loader(folder)).greedy(gemma.prompts, NUM_TOKENS)) == gemma.expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefix", ["decoder.", "model.model.", "language_model.", ""])
 def test_another_prefix_is_refused(prefix: str, gemma: Family, tmp_path: Path, runner_loader: Loader) -> None:
     with pytest.raises(LoadError, match=r"missing: `model.layers.0`"):

@@ -80,6 +80,7 @@ def generated(model: Any) -> list[list[int]]:
     return answers
 
 
+@pytest.mark.slow
 @pytest.mark.sample("*-HeliumForCausalLM", "cpu-FlexOlmoForCausalLM", "cpu_native-Dots1ForCausalLM")
 @pytest.mark.parametrize("name", MODELS)
 def test_answers_equal_those_of_generate(

@@ -94,6 +94,7 @@ def test_quantized_weights_give_the_answers_of_the_native_kernels(
     assert ours == theirs
 
 
+@pytest.mark.slow
 @pytest.mark.sample("w8a8")
 @pytest.mark.parametrize("quantization", ["w8a8", pytest.param("fp8", marks=NO_FP8)])
 def test_quantized_matmuls_give_the_answers_of_the_formula(

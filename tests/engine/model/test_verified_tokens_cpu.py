@@ -34,6 +34,8 @@ from pagemill_protocol.request.answer_format import AnswerFormat
 from pagemill_protocol.request.generate import ChoiceResume, GenerateRequest
 from pagemill_protocol.request.sampling import SamplingParams
 
+pytestmark = pytest.mark.slow
+
 PERSON = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "maximum": 99}},

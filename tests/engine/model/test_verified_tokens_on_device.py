@@ -72,6 +72,7 @@ def serve(runner: Any, proposals: Proposals | None) -> tuple[Answers, dict[str, 
     return answers, proposed
 
 
+@pytest.mark.slow
 def test_answers_with_proposed_tokens_are_those_without_on_a_device(runner: Any) -> None:
     """Rows with penalties get none: their tokens depend on each other, and a device samples all at once."""
     plain, _ = serve(runner, None)

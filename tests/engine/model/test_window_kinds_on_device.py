@@ -26,6 +26,8 @@ from pagemill_protocol.report.cache_kinds import first_needed, one_kind, sequenc
 from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_protocol.request.sampling import SamplingParams
 
+pytestmark = pytest.mark.slow
+
 BLOCK, LONG = 16, 32 * 1024
 WINDOWED = {
     **GEMMA3,

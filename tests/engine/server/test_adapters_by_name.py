@@ -117,6 +117,7 @@ def world(tmp_path_factory: pytest.TempPathFactory, start_for_module: Callable[.
     return World(server, base, adapters, file)
 
 
+@pytest.mark.slow
 def test_each_name_is_answered_by_its_adapter(world: World) -> None:
     assert world.tokens("base") == Adapted(world.base.folder, world.base.model).greedy(PROMPT, 6)[0]
     assert world.tokens("one") == world.adapters["one"].greedy(PROMPT, 6)[0]
@@ -178,6 +179,7 @@ def test_the_model_gets_other_names_while_it_runs(world: World) -> None:
     assert world.names() == ["base", "one", "two"]
 
 
+@pytest.mark.slow
 def test_adapters_come_and_go_by_routes(world: World) -> None:
     folder = world.adapters["three"].folder
     loaded = world.post("/v1/load_lora_adapter", {"lora_name": "three", "lora_path": str(folder)})

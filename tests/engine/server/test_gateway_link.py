@@ -119,6 +119,7 @@ def test_bytes_beyond_the_credit_are_not_sent_and_other_streams_continue(link: L
     assert link.frames(1)[-1][0].last
 
 
+@pytest.mark.slow
 def test_an_engine_says_that_it_has_computed_what_is_not_read_to_gateways_that_understand_it(null_server: Any) -> None:
     large = SamplingParams(max_tokens=400, seed=1, ignore_eos=True, logprobs=20)
     with (

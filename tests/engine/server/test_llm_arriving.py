@@ -45,6 +45,7 @@ def published(origin: Origin) -> list[Path]:
     return list(origin.cache.glob("[!.]*/config.json"))
 
 
+@pytest.mark.slow
 def test_weights_are_read_while_the_rest_is_downloaded(
     origin: Origin, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -52,6 +52,7 @@ def answers(llm: LLM, names: list[str]) -> tuple[list[Any], int]:
     return found, sum(out.metrics.num_accepted_tokens for out in outputs if out.metrics is not None)
 
 
+@pytest.mark.slow
 @pytest.mark.sample("drawn", "stop *", "log probabilities", "a form", "length")
 @pytest.mark.parametrize("name", CASES)
 def test_a_request_gets_what_it_would_get_without_proposals(llms: tuple[LLM, LLM], name: str) -> None:
@@ -61,6 +62,7 @@ def test_a_request_gets_what_it_would_get_without_proposals(llms: tuple[LLM, LLM
     assert num_accepted > 0 or name == "length"
 
 
+@pytest.mark.slow
 def test_so_do_all_of_them_together(llms: tuple[LLM, LLM]) -> None:
     """Twice: the second time their prompts are cached, with what was proposed for others."""
     for _ in range(2):

@@ -45,6 +45,7 @@ def test_there_are_twenty_patterns() -> None:
     assert len(SCRIPTS) >= 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_the_script_runs(
     script: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

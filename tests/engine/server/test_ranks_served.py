@@ -88,6 +88,7 @@ def is_gone(process: psutil.Process) -> bool:
         return True
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_two_ranks_answer_as_one_process(ranked_server: Any, model_server: Any) -> None:
     found = answers(ranked_server)

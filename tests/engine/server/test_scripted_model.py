@@ -35,6 +35,7 @@ def answer(client: openai.OpenAI, messages: list[Any], **fields: Any) -> Any:
     return client.chat.completions.create(model="scripted", messages=messages, tools=[TOOL], **fields).choices[0]
 
 
+@pytest.mark.slow
 def test_it_calls_a_tool_and_then_says_the_next_text_at_any_temperature_in_a_context_of_32k(
     client: openai.OpenAI,
 ) -> None:

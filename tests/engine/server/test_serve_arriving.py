@@ -24,6 +24,8 @@ from arriving_models import (
 )
 from waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 NAME = "m"
 
 

@@ -156,6 +156,7 @@ def fastest_ms(client: httpx.Client, make: Callable[[int], dict[str, Any]], stat
     return min(took_ms)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "bomb", [pytest.param(each, marks=pytest.mark.full if each in LONGEST else ()) for each in BOMBS]
 )

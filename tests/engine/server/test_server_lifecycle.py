@@ -282,6 +282,7 @@ async def test_an_engine_process_that_hangs_or_has_failed_fails_liveness(
 # -- end ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_sigterm_finishes_running_requests_and_refuses_new_ones(start_server: Callable[..., Any]) -> None:
     server = start_server(engine=SLOW_STEPS)
     server.wait_for("ready")
@@ -315,6 +316,7 @@ def test_requests_that_outlast_the_drain_end_with_an_error_event(start_server: C
     assert server.wait_exit() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "what", ["a step of a minute", "a stopped process", pytest.param("a prompt", marks=pytest.mark.model)]
 )

@@ -228,6 +228,7 @@ def test_an_answer_ends_at_its_allowance_with_reason_length(
     assert "length" in [meta.finish_reason for meta, _ in frames]
 
 
+@pytest.mark.slow
 def test_an_allowance_is_raised_while_the_answer_streams(null_server: Any) -> None:
     num_tokens, allowed, most = 0, 100, 900
     sampling = SamplingParams(max_tokens=most, seed=1, ignore_eos=True)

@@ -123,6 +123,7 @@ def test_an_idle_engine_sleeps_refuses_requests_and_answers_after_waking(start_s
         assert 'phase="sleeping"' not in phases, "the time of a sleep is no part of the start"
 
 
+@pytest.mark.slow
 def test_running_requests_are_finished_before_the_engine_sleeps(start_server: Callable[..., Any]) -> None:
     server = start_server(engine=SLOW)
     server.wait_for("ready")
@@ -199,6 +200,7 @@ def _engine_process_of(pid: int) -> psutil.Process:
     raise AssertionError(f"the server {pid} has no engine process")
 
 
+@pytest.mark.slow
 def test_the_kv_caches_memory_is_released_and_answers_stay_the_same(start_server: Callable[..., Any]) -> None:
     num_tokens, bytes_per_token = 800, 2 * 30 * 3 * 64 * 4
     engine = {"null_runner": False, "num_kv_blocks": 256, "max_model_len": 1024, "dtype": "float32", "num_threads": 1}

@@ -35,6 +35,7 @@ def libraries_of(process: psutil.Process) -> set[str]:
     return {Path(mapped.path).name for mapped in process.memory_maps()}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_driver() is not None, reason="with an NVIDIA driver the engine imports torch ahead")
 def test_no_process_imports_torch_for_any_answer(start_server: Callable[..., Any]) -> None:
     with executed():

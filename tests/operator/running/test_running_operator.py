@@ -9,6 +9,8 @@ import pytest
 
 from pagemill_operator.backends.kubernetes.kinds import POD_MONITOR
 
+pytestmark = pytest.mark.slow
+
 Manifest = dict[str, Any]
 
 
