@@ -16,6 +16,7 @@ from pagemill_models.declaration.declaration import (
 from pagemill_models.declaration.family import Family
 from pagemill_models.declaration.gguf_config import GGUFConfig
 from pagemill_models.declaration.gguf_values import GGUFValues
+from pagemill_models.declaration.rope_settings import DEFAULT_THETA
 from pagemill_models.families.llama_like import Numbers, decoder, gguf_names, numbers_from_config
 
 
@@ -63,9 +64,12 @@ def _norm(name: str, size: int, numbers: Numbers) -> NormSpec:
 
 
 def read_gguf(values: GGUFValues) -> DecoderSpec:
-    if values.window() is not None:
-        raise values.unsupported("a sliding window (OLMo 3)")
-    return read_config(GGUFConfig(values))
+    if values.window() is None:
+        return read_config(GGUFConfig(values))
+    from pagemill_models.families import olmo3  # which is made of this family
+
+    theta = values.number("rope.freq_base", DEFAULT_THETA)
+    return olmo3.read_config(GGUFConfig(values, layer_types=values.layer_types(), rope_local_base_freq=theta))
 
 
 _BEHIND = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
