@@ -130,7 +130,7 @@ def _names(config: Config, architecture: str) -> gguf.TensorNameMap:
     kind = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     layers = (len(config[key]) for key in ("layers_block_type",) if config.get(key))
     num_layers = next(layers, None) or next(config[name] for name in _METADATA["block_count"] if name in config)
-    return gguf.get_tensor_name_map(kind, num_layers)
+    return gguf.get_tensor_name_map(kind, num_layers + 1)  # a layer that drafts is behind the others
 
 
 def _common(config: Config, architecture: str) -> dict[str, Any]:
@@ -293,7 +293,8 @@ def _changed(architecture: str) -> Change:
     if architecture in _AROUND_ONE:
         return lambda name, tensor, _: {name: tensor + 1 if name.endswith("norm.weight") else tensor}
     changes: dict[str, Change] = {
-        **HYBRID_CHANGES, **SPARSE_CHANGES, "baichuan": _unpacked, "internlm2": _ungrouped, "bloom": _bloom, "gptneox": _by_part, "falcon": _falcon,
+        **HYBRID_CHANGES, **SPARSE_CHANGES,
+        "baichuan": _unpacked, "internlm2": _ungrouped, "bloom": _bloom, "gptneox": _by_part, "falcon": _falcon,
         "gpt2": _turned, "deepseek2": _latent, "mistral4": _latent, "lfm2": _lfm2_tensors, "lfm2moe": _lfm2_tensors,
     }  # fmt: skip
     return changes.get(architecture, lambda name, tensor, _: {name: tensor})

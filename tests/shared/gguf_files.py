@@ -7,7 +7,8 @@ from typing import Any
 from expert_models import DEEPSEEK_V2, LATENT
 from expert_models import NEW as SPARSE
 from family_models import FALCON, GPT2, LLAMA, MODELS, NEW, VARIANTS
-from hybrid_models import EXPERTS, KIMI, LFM2, LFM2_MOE, MODELS as HYBRIDS, NEMOTRON, OTHERS, QWEN, SHORT, STATE_SPACES
+from hybrid_models import EXPERTS, KIMI, LFM2, LFM2_MOE, NEMOTRON, OTHERS, QWEN, SHORT, STATE_SPACES
+from hybrid_models import MODELS as HYBRIDS
 
 PROMPTS: list[list[int]] = [[3 + 7 * at % 190 for at in range(length)] for length in (1, 5, 40)]
 FALCON_GROUPED = {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2}

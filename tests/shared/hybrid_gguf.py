@@ -1,4 +1,4 @@
-"""What llama.cpp's converters write for hybrids: metadata keys, and the changes of tensors. `family_gguf` writes files."""
+"""What llama.cpp's converters write for hybrids: metadata keys and changes of tensors. `family_gguf` writes files."""
 
 from __future__ import annotations
 
@@ -138,7 +138,20 @@ def _of_rule(name: str, tensor: Tensor) -> dict[str, Tensor]:
     return {name: tensor.squeeze() if "conv1d.weight" in name else tensor}
 
 
+_OF_HEAD = {
+    "fc": "eh_proj",
+    "pre_fc_norm_embedding": "enorm",
+    "pre_fc_norm_hidden": "hnorm",
+    "norm": "shared_head_norm",
+}
+
+
 def _qwen_next(name: str, tensor: Tensor, config: Config) -> dict[str, Tensor]:
+    if name.startswith("mtp.layers.0."):
+        name = f"model.layers.{config['num_hidden_layers']}.{name.removeprefix('mtp.layers.0.')}"
+    elif name.startswith("mtp."):
+        part = _OF_HEAD[name.split(".")[1]]
+        return {f"blk.{config['num_hidden_layers']}.nextn.{part}.weight": tensor + (1 if "norm" in part else 0)}
     if name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
         return {name: tensor + 1}
     if "shared_expert_gate" in name:

@@ -1,4 +1,4 @@
-"""What llama.cpp's converters write for families of 2025 and 2026 with experts: metadata keys, and changes of tensors."""
+"""What llama.cpp's converters write for newer families with experts: metadata keys and changes of tensors."""
 
 from __future__ import annotations
 

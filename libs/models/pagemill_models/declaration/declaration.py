@@ -20,6 +20,7 @@ from pagemill_models.declaration.caches import (
     VectorsSpec,
 )
 from pagemill_models.declaration.matrices import Activation as Activation
+from pagemill_models.declaration.matrices import GatingSpec as GatingSpec
 from pagemill_models.declaration.matrices import LinearSpec as LinearSpec
 from pagemill_models.declaration.matrices import MatrixSpec as MatrixSpec
 from pagemill_models.declaration.matrices import NormPart as NormPart
@@ -200,20 +201,6 @@ class SharedExpertSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     def shapes(self) -> Shapes:
         return merged(self.mlp, self.gate)
-
-
-class GatingSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Routing of DeepSeek: each token is routed to its `top_groups` best groups, then to the best experts of these."""
-
-    scores: Literal["softmax", "sigmoid"]
-    num_groups: int = 1
-    top_groups: int = 1
-    best_of_group: int = 1
-    """Number of best experts whose scores are summed as a group's score."""
-    bias: str | None = None
-    """Name of a stored tensor [experts] that is added to the scores for the choice, not for the weights."""
-    scale: float = 1.0
-    """Factor on the weights."""
 
 
 class MoESpec(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
@@ -491,8 +478,9 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
     text_only: bool = False
     """Whether the files also hold encoders of images or sound, which are not read (`stored_names`)."""
     by_transformers: bool = False
-    """The declaration has only sizes: a class of the installed `transformers` computes the model and knows its
-    tensors."""
+    """The declaration has only sizes: a class of `transformers` computes the model and knows its tensors."""
+    folded: bool = False
+    """Whether matrices contain factors that adapters lack."""
 
     def attentions(self) -> Iterator[AnyAttentionSpec]:
         for layer in self.layers:

@@ -45,6 +45,9 @@ class GGUFNames(NamedTuple):
     """Whole names of tensors whose value heads are in another order: the first ones of all key heads, then the second
     ones, where Hugging Face has all of the first key head, then those of the second."""
 
+    folded: bool = False
+    """Whether converters multiply matrices by the model's factors, as in `DecoderSpec`."""
+
     def heads_key(self, name: str) -> str | None:
         """Return the metadata key of the number of heads of a tensor with interleaved rows; None for other tensors."""
         return self.interleaved.get(name.split(".")[2]) if name.startswith("blk.") else None

@@ -84,15 +84,14 @@ def read_gguf(values: GGUFValues) -> DecoderSpec:
             f"`{values.file.path}` has no `{HEAD}`, so that it lacks the multiplier of its logits: 1 is used. Answers "
             "differ at a temperature. Convert a model whose head is its own, or serve the folder."
         )
-    return read_config(
-        GGUFConfig(
-            values,
-            projectors_bias=values.has("blk.0.ssm_out.bias"),
-            mamba_rms_norm=values.has("blk.0.ssm_norm.weight"),
-            mamba_norm_before_gate=False,
-            **gguf_keys(values),
-        )
+    config = GGUFConfig(
+        values,
+        projectors_bias=values.has("blk.0.ssm_out.bias"),
+        mamba_rms_norm=values.has("blk.0.ssm_norm.weight"),
+        mamba_norm_before_gate=False,
+        **gguf_keys(values),
     )
+    return replace(read_config(config), folded=True)
 
 
 _NAMES = gguf_names(interleaved=False)
@@ -103,5 +102,5 @@ _IN_LAYER = {
     "ffn_down": "feed_forward.down_proj",
 }
 _OUTSIDE = _NAMES.outside_layers | {"output_norm.weight": "model.final_layernorm.weight"}
-GGUF_NAMES = with_state_spaces(_NAMES._replace(outside_layers=_OUTSIDE), "mamba", _IN_LAYER)
+GGUF_NAMES = with_state_spaces(_NAMES._replace(outside_layers=_OUTSIDE, folded=True), "mamba", _IN_LAYER)
 FAMILY = Family(read_config, read_gguf, GGUF_NAMES)
