@@ -8,18 +8,25 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from byte_bundle import byte_tokenizer
+from family_gguf import write_family_gguf
 from hybrid_models import EXPERTS, MODELS, write_hybrid
 from recorded_drafts import Found, record_drafts
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pagemill import LLM, SamplingParams
+from pagemill_engine import offline_prompts
 from pagemill_engine.decoders.head_states import HeadStates
 from pagemill_engine.decoders.on_torch.heads import HeadLayers
 from pagemill_engine.weights.errors import LoadError
+from pagemill_engine.weights.opening import open_weights
+from pagemill_models.spec.heads import stored_mtp_head
+from pagemill_models.spec.model_files import load_model_spec
+from pagemill_models.tokenizer_files.load_bundle import load_bundle
 
 VOCAB = 257
 SETTINGS: dict[str, Any] = {
@@ -207,3 +214,32 @@ def test_experts_of_a_head_that_are_stored_together_are_those_stored_one_by_one(
     with make(tmp_path) as llm:
         answers(llm)
     assert wrong(reference, drafted) == 0
+
+
+def test_the_head_of_a_gguf_file_drafts_what_the_one_of_the_folder_does(references: References, tmp_path: Path) -> None:
+    """Converters count it as a further layer, and without the setting it is not used."""
+    folder, path = references("qwen3.5").folder, tmp_path / "model.gguf"
+    layers = {"block_count": 5, "nextn_predict_layers": 1}
+    write_family_gguf(path, folder, "qwen35", **layers)
+    stored, spec = load_model_spec(folder), load_model_spec(path)
+    head, of_folder = (stored_mtp_head(each, at, whole=True) for each, at in ((spec, path), (stored, folder)))
+    assert head is not None
+    assert of_folder is not None
+    assert (spec.num_layers, head.num_parameters) == (4, of_folder.num_parameters)
+    weights, expected = open_weights(path), open_weights(folder)
+    names = dict(zip(head.decoder.shapes(), of_folder.decoder.shapes(), strict=True))
+    for name, other in names.items():
+        values, wanted = (np.empty(weights.shapes[name], dtype=np.float32) for _ in range(2))
+        weights.read_into(name, values)
+        expected.read_into(other, wanted)
+        np.testing.assert_allclose(values, wanted + (1 if "norm" in other else 0), rtol=0, atol=1e-6)
+    with pytest.MonkeyPatch.context() as patch:
+        found = record_drafts(patch)
+        drafts = []
+        patch.setattr(offline_prompts, "load_bundle", lambda _: load_bundle(folder))  # the file has no tokenizer
+        for each in (folder, path):
+            with make(each) as llm:
+                assert llm._core.runner.info.drafts
+                drafts.append((answers(llm), list(found)))
+            del found[:]
+    assert drafts[0] == drafts[1]
