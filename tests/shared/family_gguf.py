@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from hybrid_gguf import HYBRID_CHANGES, Change, Config, hybrid_keys, rotary_pairs
 from safetensors.torch import load_file
-from sparse_gguf import SPARSE_CHANGES, sparse_keys, yarn_keys
+from sparse_gguf import SPARSE_CHANGES, gemma4_divisors, gemma4_keys, sparse_keys, yarn_keys
 from torch import Tensor
 
 SPLIT_TENSORS = 9
@@ -166,6 +166,8 @@ def _own(config: Config, architecture: str) -> dict[str, Any]:
     if architecture == "mistral3":
         beta = config["rope_parameters"]["llama_4_scaling_beta"]
         return yarn_keys(config["rope_parameters"], 1.0) | {"attention.temperature_scale": beta}
+    if architecture == "gemma4":
+        return gemma4_keys(config)
     if architecture in SPARSE_CHANGES:
         return sparse_keys(config, architecture)
     if architecture in ("deepseek2", "mistral4"):
@@ -273,6 +275,8 @@ def _tensors(folder: Path, config: Config, architecture: str) -> dict[str, Tenso
             assert short is not None, part
             tensors[short] = values
     rope = config.get("rope_parameters") or {}
+    if architecture == "gemma4":
+        tensors["rope_freqs.weight"] = gemma4_divisors(config)
     for which in ("long", "short") if rope.get("rope_type") == "longrope" else ():
         tensors[f"rope_factors_{which}.weight"] = torch.tensor(rope[f"{which}_factor"])
     return tensors

@@ -6,6 +6,7 @@ from typing import Any
 
 from expert_models import DEEPSEEK_V2, LATENT
 from expert_models import NEW as SPARSE
+from expert_models import VARIANTS as WITH_EXPERTS
 from family_models import FALCON, GPT2, LLAMA, MODELS, NEW, VARIANTS
 from hybrid_models import EXPERTS, KIMI, LFM2, LFM2_MOE, NEMOTRON, OTHERS, QWEN, SHORT, STATE_SPACES
 from hybrid_models import MODELS as HYBRIDS
@@ -63,6 +64,9 @@ FILES: dict[str, tuple[str, tuple[str, dict[str, Any]]]] = {
     "olmo2, a window (OLMo 3)": ("olmo2", NEW["olmo3"]),
     "mistral3": ("mistral3", NEW["ministral3"]),
     "ernie4_5-moe": ("ernie4_5-moe", SPARSE["ernie4_5_moe"]),
+    "gemma4": ("gemma4", NEW["gemma4"]),
+    "gemma4 of one kind of value": ("gemma4", VARIANTS["gemma4 of one kind of value"]),
+    "gemma4 with experts": ("gemma4", WITH_EXPERTS["gemma4 with experts"]),
     "glm4moe": ("glm4moe", SPARSE["glm4_moe"]),
     "hunyuan-moe": ("hunyuan-moe", SPARSE["hunyuan_v1_moe"]),
     "minimax-m2": ("minimax-m2", SPARSE["minimax_m2"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from hybrid_gguf import Change, Config, rotary_pairs
 from torch import Tensor
 
@@ -64,8 +65,60 @@ def _mistral(name: str, tensor: Tensor, config: Config) -> dict[str, Tensor]:
     return {name: tensor if key is None else rotary_pairs(tensor, config[key])}
 
 
+def gemma4_keys(config: Config) -> dict[str, Any]:
+    kinds, shared, width = config["layer_types"], config["num_kv_shared_layers"], config["intermediate_size"]
+    full = next(iter(config["per_layer_config"].values()))
+    own, heads = len(kinds) - shared, config["num_key_value_heads"]
+    is_wide = config["use_double_wide_mlp"]
+    keys: dict[str, Any] = {
+        "attention.key_length": full["head_dim"],
+        "attention.value_length": full["head_dim"],
+        "attention.key_length_swa": config["head_dim"],
+        "attention.value_length_swa": config["head_dim"],
+        "attention.sliding_window": config["sliding_window"],
+        "attention.sliding_window_pattern": [kind == "sliding_attention" for kind in kinds],
+        "attention.shared_kv_layers": shared,
+        "attention.head_count_kv": [
+            heads if kind == "sliding_attention" else full.get("num_key_value_heads", heads) for kind in kinds
+        ],
+        "embedding_length_per_layer_input": config["hidden_size_per_layer_input"],
+        "feed_forward_length": [width * (2 if is_wide and index >= own else 1) for index in range(len(kinds))],
+        "rope.freq_base_swa": config["rope_parameters"]["sliding_attention"]["rope_theta"],
+        "rope.dimension_count": full["head_dim"],
+        "rope.dimension_count_swa": config["head_dim"],
+    }
+    if config["enable_moe_block"]:
+        keys |= {
+            "expert_count": config["num_experts"],
+            "expert_used_count": config["top_k_experts"],
+            "expert_feed_forward_length": config["moe_intermediate_size"],
+        }
+    return keys
+
+
+def gemma4_divisors(config: Config) -> Tensor:
+    """Return those of full attention: values that are not rotated have a huge one."""
+    half = next(iter(config["per_layer_config"].values()))["head_dim"] // 2
+    rotated = int(half * config["rope_parameters"]["full_attention"]["partial_rotary_factor"])
+    return torch.tensor([1.0] * rotated + [1e30] * (half - rotated))
+
+
+def _gemma4(name: str, tensor: Tensor, config: Config) -> dict[str, Tensor]:
+    layer = f"blk.{name.split('.')[2]}" if ".layers." in name else ""
+    others = {
+        "layer_scalar": "layer_output_scale.weight",
+        "router.scale": "ffn_gate_inp.scale",
+        "router.per_expert_scale": "ffn_down_exps.scale",
+        "experts.gate_up_proj": "ffn_gate_up_exps.weight",
+        "experts.down_proj": "ffn_down_exps.weight",
+    }
+    short = next((short for ending, short in others.items() if name.endswith(ending)), None)
+    return {name if short is None else f"{layer}.{short}": tensor}
+
+
 SPARSE_CHANGES: dict[str, Change] = {
     "ernie4_5-moe": _plain,
+    "gemma4": _gemma4,
     "glm4moe": _plain,
     "hunyuan-moe": _plain,
     "minimax-m2": _plain,

@@ -194,7 +194,9 @@ class GGUFWeights:
         """Return the tensor of what a matrix's values are multiplied by, which converters of NVFP4 write: one number,
         or one for each expert of a tensor."""
         stored = self._tensors[name].name
-        return self._file.tensors.get(stored.removesuffix(_MATRIX) + _FACTOR) if stored.endswith(_MATRIX) else None
+        factor = stored.removesuffix(_MATRIX) + _FACTOR
+        is_other = not stored.endswith(_MATRIX) or self._names.hugging_face_name(factor) != factor
+        return None if is_other else self._file.tensors.get(factor)
 
     def _factor(self, name: str) -> np.float32 | None:
         found = self._factors(name)

@@ -11,6 +11,7 @@ from typing import Any
 from pagemill_models.declaration.config_values import ConfigValues
 from pagemill_models.declaration.declaration import QueryGrowth, RopeSpec
 from pagemill_models.declaration.gguf_values import HEAD, GGUFValues
+from pagemill_models.declaration.rope_settings import DEFAULT_THETA
 
 _SIZES = {
     "num_hidden_layers": ("num_layers", "block_count"),
@@ -20,6 +21,7 @@ _SIZES = {
     "max_position_embeddings": ("max_position_embeddings", "context_length"),
 }
 """Name of the limit, and metadata key, of sizes that every file has."""
+_WINDOWED = "sliding_attention"
 _LAYER_NORM_EPS = ("layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
 
 
@@ -42,6 +44,8 @@ class GGUFConfig(ConfigValues):
     def rope(
         self, head_dim: int, context: int, *, partial: tuple[str, float] | None = None, kind: str | None = None
     ) -> RopeSpec:
+        if kind == _WINDOWED:
+            return RopeSpec(theta=self._gguf.number("rope.freq_base_swa", DEFAULT_THETA), rotary_dim=head_dim)
         return self._gguf.rope(head_dim, context, partial=partial is not None)
 
 

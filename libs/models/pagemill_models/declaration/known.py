@@ -51,7 +51,7 @@ BUILT_IN: dict[str, Names] = {
     "gemma": Names(("GemmaForCausalLM",), "gemma", ("gemma",)),
     "gemma2": Names(("Gemma2ForCausalLM",), "gemma2", ("gemma2",)),
     "gemma3": Names(("Gemma3ForCausalLM",), "gemma3_text", ("gemma3",)),
-    "gemma4": Names(("Gemma4ForCausalLM", "Gemma4UnifiedForCausalLM"), "gemma4_text"),
+    "gemma4": Names(("Gemma4ForCausalLM", "Gemma4UnifiedForCausalLM"), "gemma4_text", ("gemma4",)),
     "glm4": Names(("Glm4ForCausalLM",), "glm4", ("glm4",)),
     "glm4_moe": Names(("Glm4MoeForCausalLM",), "glm4_moe", ("glm4moe",)),
     "glm4_moe_lite": Names(("Glm4MoeLiteForCausalLM",), "glm4_moe_lite"),
