@@ -137,6 +137,13 @@ HYBRID_FILES: dict[str, tuple[str, tuple[str, dict[str, Any]]]] = {
             {**NEMOTRON, "n_group": 3, "topk_group": 2, "layers_block_type": ["moe", "mamba", "attention", "mamba"]},
         ),
     ),
+    "nemotron_h_moe, experts over latents": (
+        "nemotron_h_moe",
+        (
+            "NemotronHForCausalLM",
+            {**NEMOTRON, "moe_latent_size": 20, "layers_block_type": ["moe", "mamba", "attention", "moe"]},
+        ),
+    ),
     "kimi-linear": ("kimi-linear", OTHERS["kimi-linear"]),
     "kimi-linear with compressed queries, two shared experts": (
         "kimi-linear",

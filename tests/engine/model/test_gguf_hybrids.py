@@ -188,7 +188,9 @@ def test_rates_that_would_grow_are_refused_by_the_tensor(
     write_hybrid(*model, tmp_path)
     of_rule = hybrid_gguf._of_rule
     monkeypatch.setattr(
-        hybrid_gguf, "_of_rule", lambda name, tensor: {each: value.abs() for each, value in of_rule(name, tensor).items()}
+        hybrid_gguf,
+        "_of_rule",
+        lambda name, tensor: {each: value.abs() for each, value in of_rule(name, tensor).items()},
     )
     write_family_gguf(tmp_path / "model.gguf", tmp_path, architecture)
     with pytest.raises(LoadError, match=r"tensor `blk.0.ssm_a` holds .*; its values must be 0 or less"):

@@ -224,6 +224,10 @@ class MoESpec(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
     router_norm: NormSpec | None = None
     expert_scales: str | None = None
     """Name of a stored tensor [experts] of factors on the weights."""
+    before: LinearSpec | None = None
+    """What the experts, not the router and the shared one, read a product with."""
+    behind: LinearSpec | None = None
+    """What their sum is multiplied by; set with `before`."""
 
     @property
     def intermediate_size(self) -> int:
@@ -243,8 +247,8 @@ class MoESpec(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
         mlps = self.experts if self.shared is None else (*self.experts, self.shared.mlp)
         for mlp in mlps:
             yield from (mlp.up, mlp.down)
-        if self.shared is not None and self.shared.gate is not None:
-            yield self.shared.gate
+        gate = None if self.shared is None else self.shared.gate
+        yield from (each for each in (gate, self.before, self.behind) if each is not None)
 
     def gate_names(self) -> set[str]:
         """Return the names of the matrices that choose and weight experts."""

@@ -263,7 +263,9 @@ def read_gguf(values: GGUFValues) -> DecoderSpec:
     num_layers = values.size("num_layers", "block_count")
     kinds = values.layer_types() or []
     if len(kinds) != num_layers or {*kinds} != {WINDOWED, FULL}:
-        raise values.wrong("attention.sliding_window_pattern", kinds, f"a list of {num_layers}, of both kinds of layers")
+        raise values.wrong(
+            "attention.sliding_window_pattern", kinds, f"a list of {num_layers}, of both kinds of layers"
+        )
     first = {kind: kinds.index(kind) for kind in (WINDOWED, FULL)}
     widths = values.by_layer("feed_forward_length", num_layers)
     num_kv_heads = values.by_layer("attention.head_count_kv", num_layers)
@@ -315,7 +317,5 @@ _OUTSIDE = {
     "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight",
 }
 _NAMES = gguf_names(interleaved=False)
-GGUF_NAMES = _NAMES._replace(
-    in_layer=_NAMES.in_layer | _IN_LAYER, outside_layers=_NAMES.outside_layers | _OUTSIDE
-)
+GGUF_NAMES = _NAMES._replace(in_layer=_NAMES.in_layer | _IN_LAYER, outside_layers=_NAMES.outside_layers | _OUTSIDE)
 FAMILY = Family(read_config, read_gguf, GGUF_NAMES)

@@ -156,11 +156,11 @@ def _experts(config: ConfigValues) -> Callable[[str], BlockSpec]:
     renormalized = config.flag("norm_topk_prob", True)
     numbers = mixture_from_config(config, size_key="moe_intermediate_size", renormalized=renormalized)
     gating = sigmoid_gating(config, numbers, default=(1, 1), scale=1.0)
-    if config.in_use("moe_latent_size"):
-        raise config.unsupported("experts that read a projection of hidden states (`moe_latent_size`)")
     activation = config.activation("mlp_hidden_act", default="relu2")
     size, inner = numbers.hidden_size, numbers.intermediate_size
     shared = config.size("moe_shared_expert_intermediate_size", default=7688)
+    latent = config.size("hidden_size", "moe_latent_size") if config.has("moe_latent_size") else None
+    biased, width = config.flag("mlp_bias", False), latent or size
 
     def block(name: str) -> MoESpec:
         experts = (f"{name}.experts.{index}" for index in range(numbers.num_experts))
@@ -168,7 +168,9 @@ def _experts(config: ConfigValues) -> Callable[[str], BlockSpec]:
             router=linear(size, (f"{name}.gate", numbers.num_experts)),
             experts=tuple(
                 plain_mlp(
-                    linear(size, (f"{expert}.up_proj", inner)), linear(inner, (f"{expert}.down_proj", size)), activation
+                    linear(width, (f"{expert}.up_proj", inner)),
+                    linear(inner, (f"{expert}.down_proj", width)),
+                    activation,
                 )
                 for expert in experts
             ),
@@ -176,6 +178,8 @@ def _experts(config: ConfigValues) -> Callable[[str], BlockSpec]:
             renormalized=renormalized,
             shared=SharedExpertSpec(mlp=_mlp(config, f"{name}.shared_experts", shared)),
             gating=gating(name),
+            before=None if latent is None else linear(size, (f"{name}.fc1_latent_proj", latent), bias=biased),
+            behind=None if latent is None else linear(latent, (f"{name}.fc2_latent_proj", size), bias=biased),
         )
 
     return block
