@@ -547,6 +547,19 @@ def test_quantized_answers_are_those_of_the_rounded_weights(
     own.check(prompts_of((17, 40)), max_num_batched_tokens=25)
 
 
+@pytest.mark.parametrize("name", ["nemotron-h", "olmo-hybrid"])
+def test_layers_that_draft_are_named_at_the_start_and_not_used(
+    name: str, load: Load, tmp_path: Path, runner_loader: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    hybrid = load(name)
+    extra = {"mtp.layers.0.enorm.weight": np.ones(64, dtype=np.float32)}
+    save_file(load_file(hybrid.folder / "model.safetensors") | extra, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_bytes((hybrid.folder / "config.json").read_bytes())
+    caplog.set_level("INFO")
+    runner_loader(tmp_path).close()
+    assert "has layers that draft tokens (`mtp.layers.0.enorm.weight`), which are not used." in caplog.text
+
+
 def _parts_of(name: str, tensor: Any, decoder: DecoderSpec) -> Iterator[tuple[str, Any]]:
     """Yield the names of the declared tensors in a stored one, with their places."""
     suffix = next((each for each in decoder.stacked if name.endswith(each)), None)
