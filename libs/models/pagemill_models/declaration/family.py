@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from pagemill_models.declaration.config_values import ConfigValues
@@ -36,12 +37,12 @@ class GGUFNames(NamedTuple):
     interleaved: dict[str, str]
     """Matrices of a layer whose rows converters store with the two rotary halves of each head interleaved, and the
     metadata key of their number of heads: {`attn_q`: `attention.head_count`}."""
-    shapes: dict[str, tuple[int, ...]] = {}
+    shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})
     """Shapes of tensors that files store with others, by their whole names within a layer. -1 stands for what is left,
     and 0 for the last dimension: {`ssm_conv1d.weight`: (-1, 1, 0)}."""
     logarithms: tuple[str, ...] = ()
     """Whole names of vectors of which files store the negative exponentials."""
-    tiled: dict[str, ValueHeads] = {}
+    tiled: Mapping[str, ValueHeads] = MappingProxyType({})
     """Whole names of tensors whose value heads are in another order: the first ones of all key heads, then the second
     ones, where Hugging Face has all of the first key head, then those of the second."""
 

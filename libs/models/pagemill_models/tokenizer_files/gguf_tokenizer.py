@@ -1,7 +1,7 @@
 """Make a TokenizerBundle from a GGUF file's `tokenizer.*` metadata.
 
-Supported are byte-level BPE (`tokenizer.ggml.model` = `gpt2`) and SentencePiece BPE (`llama`, and Gemma 4's). The result is in the
-JSON format of the `tokenizers` library, which does the encoding; nothing here runs per request.
+Supported are byte-level BPE (`tokenizer.ggml.model` = `gpt2`) and SentencePiece BPE (`llama`, and Gemma 4's). The
+result is in the JSON format of the `tokenizers` library, which does the encoding; nothing here runs per request.
 """
 
 from __future__ import annotations
