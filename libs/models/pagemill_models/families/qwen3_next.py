@@ -214,7 +214,7 @@ def read_gguf(values: GGUFValues) -> DecoderSpec:
     return gguf_hybrid(values, grouped=grouped, block_of=gguf_experts(values), **inner_size(values))
 
 
-def inner_size(values: GGUFValues) -> dict[str, int]:
+def inner_size(values: GGUFValues) -> dict[str, Any]:
     """Return the size of plain MLPs, which files of experts may lack, as a key of `config.json`."""
     return {"intermediate_size": values.integer("feed_forward_length", values.integer("expert_feed_forward_length"))}
 
