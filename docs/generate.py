@@ -80,14 +80,21 @@ MODELS_NOTES = """\
   PEFT. Attention of Kimi Linear is computed by torch instead of native kernels, which `deterministic` needs. With
   it one model for each kind of state gives the same bits in chunks, preempted, from the prefix cache and continued
   elsewhere, with forms, choices and penalties. Ranks (`tensorParallel`) divide the heads of states, or the channels
-  of a short convolution: logits of 2 to 4 ranks differ from one process's by at most 1.3e-5 of the largest (in all
-  shapes but one by less than 1e-5), tokens are equal. Proposed tokens
-  (`speculative`) of every method are verified, and taken back by a shorter log. The layer for
-  multi-token prediction of Qwen3.5 and Qwen3-Next (`mtp.*`) drafts with the method `mtp`; those of other hybrids are
-  not loaded. Of GGUF files those of LFM2 and its mixtures (`lfm2`, `lfm2moe`) are read; those of other hybrids, stages
-  and `device: cuda` are refused by name. Nemotron 3's experts over projected hidden
-  states (`moe_latent_size`) and other hybrids (Jamba and others) are refused, and the error names the key in the
-  header.
+  of a short convolution: logits of 2 to 4 ranks differ from one process's by at most 1.1e-5 of the largest (in all
+  shapes but two by less than 1e-5), tokens are equal. Sums in another order make the difference, and random weights
+  amplify it: one process's logits of those shapes change by up to 4.2e-5 if the last bit of each value of the
+  embedding does. Proposed tokens (`speculative`) of every method are verified, and taken back by a shorter log. The
+  layer for multi-token prediction of Qwen3.5 and Qwen3-Next (`mtp.*`) drafts with the method `mtp`, not with `auto`;
+  those of Nemotron 3 and OLMo Hybrid are named at the start and not used, as in transformers. Stages and
+  `device: cuda` are refused by name, and so are other hybrids (Jamba and others).
+- **GGUF files of hybrids** are those of Qwen3.5 and 3.6 (`qwen35`, `qwen35moe`), Qwen3-Next, Granite 4 and Bamba
+  (`granitehybrid`), Falcon-H1, Nemotron-H and Nemotron 3 (`nemotron_h`, `nemotron_h_moe`), Kimi Linear and LFM2.
+  Value heads, which converters store in another order, are read in that of folders without rounding: rows as they
+  are stored, columns by whole groups of codes, and as floats where a head is no whole number of groups. Layers that
+  draft (`nextn`) are known with GLM-4.5, GLM-4.7-Flash and Qwen3.5 and not used with Nemotron 3. Adapters in GGUF
+  files for matrices with value heads in that order, and adapters in PEFT's folders for Falcon-H1's files, whose
+  matrices contain the model's multipliers, are refused by name. Ranks read the columns of such heads whole.
+  EmbeddingGemma's and Gemma 3n's files are refused.
 - **Rope scaling**: `linear`, `dynamic`, `llama3`, `yarn` and `longrope`. `linear`, `dynamic` and `yarn`
   lengthen the context by their factor where the files declare the original one. Where `maxModelLen` exceeds the
   original context, all contexts have the base of the longest one with `dynamic` and the long factors with `longrope`,

@@ -8,18 +8,19 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import gguf
 import numpy as np
 import torch
+from hybrid_gguf import HYBRID_CHANGES, Change, Config, hybrid_keys, rotary_pairs
 from safetensors.torch import load_file
+from sparse_gguf import SPARSE_CHANGES, gemma4_divisors, gemma4_keys, sparse_keys, yarn_keys
 from torch import Tensor
 
-Config = dict[str, Any]
-Change = Callable[[str, Tensor, Config], dict[str, Tensor]]
 SPLIT_TENSORS = 9
 
 _METADATA = {
@@ -54,13 +55,14 @@ def write_family_gguf(
     parts: int = 1,
     tokenizer: str | None = None,
     embedding: str = "F32",
+    matrices: Mapping[str, str] = MappingProxyType({}),
     **metadata: Any,
 ) -> None:
     """Write a family as GGUF.
 
     `parts` is the number of files of a split model, with the first at `path`. `tokenizer` is its kind; with `no_vocab`,
-    llama.cpp can read a file without one. `embedding` is the type of the words' matrix. `metadata` are keys in addition
-    to those of the configuration.
+    llama.cpp can read a file without one. `embedding` is the type of the words' matrix, and
+    `matrices` are those of others, by their names. `metadata` are keys in addition to those of the configuration.
     """
     config: Config = json.loads((folder / "config.json").read_text())
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=SPLIT_TENSORS if parts > 1 else 0)
@@ -73,7 +75,7 @@ def write_family_gguf(
     if tokenizer is not None:
         writer.add_tokenizer_model(tokenizer)
     for name, tensor in _tensors(folder, config, architecture).items():
-        kind = gguf.GGMLQuantizationType[embedding if name == "token_embd.weight" else "F32"]
+        kind = gguf.GGMLQuantizationType[embedding if name == "token_embd.weight" else matrices.get(name, "F32")]
         writer.add_tensor(name, gguf.quants.quantize(tensor.float().contiguous().numpy(), kind), raw_dtype=kind)
     _finish(writer)
 
@@ -126,8 +128,9 @@ def _finish(writer: gguf.GGUFWriter) -> None:
 
 def _names(config: Config, architecture: str) -> gguf.TensorNameMap:
     kind = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
-    num_layers = next(config[name] for name in _METADATA["block_count"] if name in config)
-    return gguf.get_tensor_name_map(kind, num_layers)
+    layers = (len(config[key]) for key in ("layers_block_type",) if config.get(key))
+    num_layers = next(layers, None) or next(config[name] for name in _METADATA["block_count"] if name in config)
+    return gguf.get_tensor_name_map(kind, num_layers + 1)  # a layer that drafts is behind the others
 
 
 def _common(config: Config, architecture: str) -> dict[str, Any]:
@@ -158,8 +161,20 @@ def _rope(config: Config, found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _own(config: Config, architecture: str) -> dict[str, Any]:
-    if architecture == "deepseek2":
+    if architecture in HYBRID_CHANGES:
+        return hybrid_keys(config, architecture)
+    if architecture == "mistral3":
+        beta = config["rope_parameters"]["llama_4_scaling_beta"]
+        return yarn_keys(config["rope_parameters"], 1.0) | {"attention.temperature_scale": beta}
+    if architecture == "gemma4":
+        return gemma4_keys(config)
+    if architecture in SPARSE_CHANGES:
+        return sparse_keys(config, architecture)
+    if architecture in ("deepseek2", "mistral4"):
         return _deepseek2(config)
+    if architecture == "olmo2" and "layer_types" in config:
+        windowed = [kind == "sliding_attention" for kind in config["layer_types"]]
+        return {"attention.sliding_window": config["sliding_window"], "attention.sliding_window_pattern": windowed}
     if architecture == "falcon":
         grouped = config.get("new_decoder_architecture")
         return {"attention.head_count_kv": config.get("num_kv_heads", 1) if grouped else 1}
@@ -210,8 +225,8 @@ def _lfm2(config: Config) -> dict[str, Any]:
 
 def _deepseek2(config: Config) -> dict[str, Any]:
     turning, latent, values = (config[key] for key in ("qk_rope_head_dim", "kv_lora_rank", "v_head_dim"))
-    is_v3 = config["model_type"] == "deepseek_v3"
-    rope = config["rope_parameters"]
+    is_v3 = config["model_type"] in ("deepseek_v3", "glm4_moe_lite")
+    rope, is_mistral = config["rope_parameters"], config["model_type"] == "mistral4"
     keys = {
         "attention.head_count_kv": 1,
         "attention.key_length": latent + turning,
@@ -219,7 +234,7 @@ def _deepseek2(config: Config) -> dict[str, Any]:
         "attention.key_length_mla": config["qk_nope_head_dim"] + turning,
         "attention.value_length_mla": values,
         "attention.kv_lora_rank": latent,
-        "leading_dense_block_count": config["first_k_dense_replace"],
+        "leading_dense_block_count": config.get("first_k_dense_replace", 1),
         "expert_count": config["n_routed_experts"],
         "expert_used_count": config["num_experts_per_tok"],
         "expert_shared_count": config["n_shared_experts"],
@@ -231,21 +246,19 @@ def _deepseek2(config: Config) -> dict[str, Any]:
     }
     if config["q_lora_rank"]:
         keys["attention.q_lora_rank"] = config["q_lora_rank"]
-    if is_v3 or config["topk_method"] == "group_limited_greedy":
+    if is_v3 or is_mistral or config["topk_method"] == "group_limited_greedy":
         keys |= {"expert_group_count": config["n_group"], "expert_group_used_count": config["topk_group"]}
-    if rope["rope_type"] == "yarn":
-        keys |= {
-            "rope.scaling.type": "yarn",
-            "rope.scaling.factor": rope["factor"],
-            "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
-            "rope.scaling.yarn_log_multiplier": 0.1 * rope["mscale_all_dim"],
-        }
-    return keys
+    if is_mistral:
+        keys["attention.temperature_scale"] = rope["llama_4_scaling_beta"]
+    return keys | (yarn_keys(rope, 10.0) if rope["rope_type"] == "yarn" else {})
 
 
 def _latent(name: str, tensor: Tensor, config: Config) -> dict[str, Tensor]:
     if name.endswith("e_score_correction_bias"):
         return {name.replace("correction_bias", "correction.bias"): tensor}
+    if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+        part = "gate_up" if "gate_up" in name else "down"
+        return {f"blk.{name.split('.')[2]}.ffn_{part}_exps.weight": tensor}
     if "kv_b_proj" not in name:
         return {name: tensor}
     by_head = tensor.view(config["num_attention_heads"], -1, tensor.shape[1])
@@ -262,6 +275,8 @@ def _tensors(folder: Path, config: Config, architecture: str) -> dict[str, Tenso
             assert short is not None, part
             tensors[short] = values
     rope = config.get("rope_parameters") or {}
+    if architecture == "gemma4":
+        tensors["rope_freqs.weight"] = gemma4_divisors(config)
     for which in ("long", "short") if rope.get("rope_type") == "longrope" else ():
         tensors[f"rope_factors_{which}.weight"] = torch.tensor(rope[f"{which}_factor"])
     return tensors
@@ -282,21 +297,17 @@ def _changed(architecture: str) -> Change:
     if architecture in _AROUND_ONE:
         return lambda name, tensor, _: {name: tensor + 1 if name.endswith("norm.weight") else tensor}
     changes: dict[str, Change] = {
+        **HYBRID_CHANGES, **SPARSE_CHANGES,
         "baichuan": _unpacked, "internlm2": _ungrouped, "bloom": _bloom, "gptneox": _by_part, "falcon": _falcon,
-        "gpt2": _turned, "deepseek2": _latent, "lfm2": _lfm2_tensors, "lfm2moe": _lfm2_tensors,
+        "gpt2": _turned, "deepseek2": _latent, "mistral4": _latent, "lfm2": _lfm2_tensors, "lfm2moe": _lfm2_tensors,
     }  # fmt: skip
     return changes.get(architecture, lambda name, tensor, _: {name: tensor})
-
-
-def _rotary_pairs(rows: Tensor, num_heads: int) -> Tensor:
-    """Return the rows with value i of a head next to the one that is rotated with it."""
-    return rows.view(num_heads, 2, -1, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
 def _permuted(name: str, tensor: Tensor, config: Config) -> dict[str, Tensor]:
     heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
     key = next((key for part, key in heads.items() if part in name), None)
-    return {name: tensor if key is None else _rotary_pairs(tensor, config.get(key, config["num_attention_heads"]))}
+    return {name: tensor if key is None else rotary_pairs(tensor, config.get(key, config["num_attention_heads"]))}
 
 
 def _unpacked(name: str, tensor: Tensor, config: Config) -> dict[str, Tensor]:
@@ -304,7 +315,7 @@ def _unpacked(name: str, tensor: Tensor, config: Config) -> dict[str, Tensor]:
         return {name: tensor}
     query, key, value = tensor.chunk(3)
     layer, heads = name.split(".")[2], config["num_attention_heads"]
-    pairs = {"q": _rotary_pairs(query, heads), "k": _rotary_pairs(key, heads), "v": value}
+    pairs = {"q": rotary_pairs(query, heads), "k": rotary_pairs(key, heads), "v": value}
     return {f"blk.{layer}.attn_{part}.weight": rows for part, rows in pairs.items()}
 
 
@@ -314,7 +325,7 @@ def _ungrouped(name: str, tensor: Tensor, config: Config) -> dict[str, Tensor]:
     heads, groups, layer = config["num_attention_heads"], config["num_key_value_heads"], name.split(".")[2]
     rows = tensor.view(groups, heads // groups + 2, -1, tensor.shape[1])
     query, key, value = (each.reshape(-1, tensor.shape[1]) for each in (rows[:, :-2], rows[:, -2], rows[:, -1]))
-    pairs = {"q": _rotary_pairs(query, heads), "k": _rotary_pairs(key, groups), "v": value}
+    pairs = {"q": rotary_pairs(query, heads), "k": rotary_pairs(key, groups), "v": value}
     return {f"blk.{layer}.attn_{part}.weight": rows for part, rows in pairs.items()}
 
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from expert_models import DEEPSEEK_V2, LATENT
+from expert_models import NEW as SPARSE
+from expert_models import VARIANTS as WITH_EXPERTS
 from family_models import FALCON, GPT2, LLAMA, MODELS, NEW, VARIANTS
-from hybrid_models import LFM2, LFM2_MOE, SHORT
+from hybrid_models import EXPERTS, KIMI, LFM2, LFM2_MOE, NEMOTRON, OTHERS, QWEN, SHORT, STATE_SPACES
+from hybrid_models import MODELS as HYBRIDS
 
 PROMPTS: list[list[int]] = [[3 + 7 * at % 190 for at in range(length)] for length in (1, 5, 40)]
 FALCON_GROUPED = {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2}
@@ -58,6 +61,20 @@ FILES: dict[str, tuple[str, tuple[str, dict[str, Any]]]] = {
     "command-r": ("command-r", VARIANTS["cohere"]),
     "command-r with norms of heads": ("command-r", VARIANTS["cohere with norms of heads"]),
     "nemotron": ("nemotron", VARIANTS["nemotron"]),
+    "olmo2, a window (OLMo 3)": ("olmo2", NEW["olmo3"]),
+    "mistral3": ("mistral3", NEW["ministral3"]),
+    "ernie4_5-moe": ("ernie4_5-moe", SPARSE["ernie4_5_moe"]),
+    "gemma4": ("gemma4", NEW["gemma4"]),
+    "gemma4 of one kind of value": ("gemma4", VARIANTS["gemma4 of one kind of value"]),
+    "gemma4 with experts": ("gemma4", WITH_EXPERTS["gemma4 with experts"]),
+    "glm4moe": ("glm4moe", SPARSE["glm4_moe"]),
+    "hunyuan-moe": ("hunyuan-moe", SPARSE["hunyuan_v1_moe"]),
+    "minimax-m2": ("minimax-m2", SPARSE["minimax_m2"]),
+    "mistral4": ("mistral4", SPARSE["mistral4"]),
+    "deepseek2, GLM-4.7-Flash": (
+        "deepseek2",
+        ("Glm4MoeLiteForCausalLM", {**SPARSE["glm4_moe_lite"][1], **SAME_MAGNITUDE}),
+    ),
     "lfm2": ("lfm2", SHORT["lfm2"]),
     "lfm2 with another pattern": (
         "lfm2",
@@ -72,6 +89,65 @@ FILES: dict[str, tuple[str, tuple[str, dict[str, Any]]]] = {
             "DeepseekV2ForCausalLM",
             {**LATENT, "topk_method": "greedy", "q_lora_rank": None, "rope_parameters": {"rope_theta": 5000.0}},
         ),
+    ),
+}
+ONE_RULE_IN_TWO = {**QWEN, "full_attention_interval": 2}
+HYBRID_FILES: dict[str, tuple[str, tuple[str, dict[str, Any]]]] = {
+    "qwen35": ("qwen35", HYBRIDS["qwen3.5"]),
+    "qwen35 with as many key heads, tied": (
+        "qwen35",
+        (
+            "Qwen3_5ForCausalLM",
+            {**ONE_RULE_IN_TWO, "linear_num_key_heads": 6, "linear_conv_kernel_dim": 2, "tie_word_embeddings": True},
+        ),
+    ),
+    "qwen35 with one key head, biases": (
+        "qwen35",
+        ("Qwen3_5ForCausalLM", {**QWEN, "linear_num_key_heads": 1, "attention_bias": True}),
+    ),
+    "qwen35moe": ("qwen35moe", HYBRIDS["qwen3.5-moe"]),
+    "qwen3next": ("qwen3next", ("Qwen3NextForCausalLM", {**QWEN, **EXPERTS})),
+    "granitehybrid": ("granitehybrid", STATE_SPACES["granitemoehybrid"]),
+    "granitehybrid without experts": (
+        "granitehybrid",
+        ("GraniteMoeHybridForCausalLM", {**STATE_SPACES["granitemoehybrid"][1], "num_local_experts": 0}),
+    ),
+    "bamba": ("granitehybrid", STATE_SPACES["bamba"]),
+    "falcon-h1": ("falcon-h1", STATE_SPACES["falcon-h1"]),
+    "falcon-h1 with norms by group, a kernel of two": (
+        "falcon-h1",
+        (
+            "FalconH1ForCausalLM",
+            {
+                **STATE_SPACES["falcon-h1"][1],
+                "mamba_rms_norm": True,
+                "mamba_norm_before_gate": False,
+                "mamba_d_conv": 2,
+            },
+        ),
+    ),
+    "nemotron_h": (
+        "nemotron_h",
+        ("NemotronHForCausalLM", {**NEMOTRON, "layers_block_type": ["mamba", "attention", "mlp", "mamba"]}),
+    ),
+    "nemotron_h_moe": (
+        "nemotron_h_moe",
+        (
+            "NemotronHForCausalLM",
+            {**NEMOTRON, "n_group": 3, "topk_group": 2, "layers_block_type": ["moe", "mamba", "attention", "mamba"]},
+        ),
+    ),
+    "nemotron_h_moe, experts over latents": (
+        "nemotron_h_moe",
+        (
+            "NemotronHForCausalLM",
+            {**NEMOTRON, "moe_latent_size": 20, "layers_block_type": ["moe", "mamba", "attention", "moe"]},
+        ),
+    ),
+    "kimi-linear": ("kimi-linear", OTHERS["kimi-linear"]),
+    "kimi-linear with compressed queries, two shared experts": (
+        "kimi-linear",
+        ("KimiLinearForCausalLM", {**KIMI, "q_lora_rank": 20, "n_shared_experts": 2, "linear_num_heads": 2}),
     ),
 }
 BEYOND = {

@@ -324,6 +324,10 @@ VARIANTS |= {
             "layers_block_type": ["attention", "moe", "mamba", "mamba", "moe", "mlp"],
         },
     ),
+    "nemotron-h with experts over latents": (
+        "NemotronHForCausalLM",
+        {**NEMOTRON, "moe_latent_size": 32, "mlp_bias": True},
+    ),
     "kimi-linear with compressed queries, two shared experts, dense layers": (
         "KimiLinearForCausalLM",
         {

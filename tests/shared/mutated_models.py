@@ -145,6 +145,10 @@ def write_folder(folder: Path, config: dict[str, Any]) -> None:
         file.truncate(8 + len(raw) + end)
 
 
+SPARSE = ("gpt-oss", "deepseek2", "kimi-linear", "minimax-m2", "mistral4", "qwen3next")
+LATENT = ("deepseek2", "kimi-linear", "mistral4")
+
+
 def gguf_metadata(architecture: str) -> dict[str, Any]:
     own = {
         "block_count": 2,
@@ -180,19 +184,39 @@ def gguf_metadata(architecture: str) -> dict[str, Any]:
     if architecture == "baichuan":  # of one size, by which ALiBi is decided
         own |= {"embedding_length": 4096, "attention.head_count": 32, "attention.head_count_kv": 32}
         own |= dict.fromkeys(("attention.key_length", "attention.value_length", "rope.dimension_count"), 128)
-    if architecture == "olmo2":
+    if architecture in ("olmo2", "nemotron_h", "nemotron_h_moe"):
         del own["attention.sliding_window"]
-    if "moe" in architecture or architecture in ("gpt-oss", "deepseek2"):
+    if "moe" in architecture or architecture in SPARSE:
         own |= {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 32}
         own |= {"expert_shared_feed_forward_length": 32, "expert_shared_count": 1, "expert_gating_func": 2}
         own |= {"expert_group_count": 1, "expert_group_used_count": 1, "expert_weights_scale": 1.0}
     if architecture in ("lfm2", "lfm2moe"):
         own |= {"shortconv.l_cache": 3}
-    if architecture == "deepseek2":
+    if architecture in LATENT:
         own |= {"attention.kv_lora_rank": 32, "attention.key_length_mla": 24, "attention.value_length_mla": 16}
         own |= {"rope.dimension_count": 8, "leading_dense_block_count": 1}
         del own["rope.scaling.type"], own["rope.scaling.factor"], own["rope.scaling.original_context_length"]
+    own |= _hybrid_metadata(architecture)
     return {"general.architecture": architecture} | {f"{architecture}.{key}": value for key, value in own.items()}
+
+
+def _hybrid_metadata(architecture: str) -> dict[str, Any]:
+    if architecture == "mistral4":
+        return {"expert_gating_func": 1}
+    if architecture == "gemma4":
+        pattern = {"attention.sliding_window_pattern": [True, False], "attention.key_length_swa": 16}
+        return {**pattern, "rope.freq_base_swa": 1e4, "attention.shared_kv_layers": 0}
+    own: dict[str, Any] = {
+        "ssm.conv_kernel": 4, "ssm.state_size": 8, "ssm.group_count": 2, "ssm.time_step_rank": 4, "ssm.inner_size": 64,
+    }  # fmt: skip
+    if architecture in ("qwen35", "qwen35moe", "qwen3next"):
+        return own | {"full_attention_interval": 2}
+    if architecture in ("granitehybrid", "nemotron_h", "nemotron_h_moe"):
+        lists = {"attention.head_count_kv": [0, 2], "rope.scaling.finetuned": True}
+        return own | lists | ({"feed_forward_length": [128, 0]} if architecture.startswith("nemotron") else {})
+    if architecture == "kimi-linear":
+        return {"ssm.conv_kernel": 4, "kda.head_dim": 16, "attention.head_count_kv": [0, 1]}
+    return own if architecture == "falcon-h1" else {}
 
 
 def mutations_of_gguf(architecture: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -230,6 +254,8 @@ def _text(text: str) -> bytes:
 
 def _value(value: Any) -> bytes:
     if isinstance(value, list):
+        if value and all(type(each) is int and abs(each) < 2**31 for each in value):
+            return struct.pack(f"<IIQ{len(value)}i", 9, 5, len(value), *value)
         kind = 8 if value and isinstance(value[0], str) else 12
         entries = b"".join(_text(each) if kind == 8 else struct.pack("<d", each) for each in value)
         return struct.pack("<IIQ", 9, kind, len(value)) + entries

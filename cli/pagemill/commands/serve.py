@@ -111,7 +111,8 @@ class ServeCommand(CommandWithOptions):
         str | None,
         typer.Option(
             help='Proposed tokens, as JSON: {"method": "ngram", "num_speculative_tokens": 8}; methods are auto, '
-            "ngram, draft_model and eagle3 (with model), mtp and off (default: auto)."
+            "ngram, draft_model and eagle3 (with model), mtp and off (default: auto, which uses a model's own drafting "
+            "layer unless the model is a hybrid)."
         ),
     ] = None
     policy: Annotated[

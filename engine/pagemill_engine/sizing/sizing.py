@@ -171,6 +171,10 @@ def weights_of(
 ) -> WeightSource:
     """Return the stored weights, or weights that are quantized while they are read. Raises `LoadError`."""
     stored = open_weights(path, early_digest, spec.decoder.stacked, keeps_small_floats)
+    unused = next((name for name in stored.shapes if name.startswith(spec.decoder.ignored_layers)), None)
+    if unused is not None and (spec.decoder.mtp is None or spec.has_states) and config.speculative.method != "mtp":
+        remedy = "; set speculative.method to mtp to draft with them" if spec.decoder.mtp is not None else ""
+        logger.info("`%s` has layers that draft tokens (`%s`), which are not used%s.", path, unused, remedy)
     return _rounded(config, path, spec, DeclaredWeights(stored, spec.decoder))
 
 

@@ -1,8 +1,9 @@
 """Weights in a GGUF file, under Hugging Face names and in Hugging Face row order.
 
 The model's family defines the names. Converters store the query and key projections of some architectures with the two
-rotary halves of each head interleaved; reading undoes this by reordering rows of stored bytes, which costs little
-compared with dequantizing.
+rotary halves of each head interleaved, and the value heads of delta rules in another order; reading undoes this by
+reordering rows of stored bytes, which costs little compared with dequantizing. Where value heads are columns, whole
+groups of codes are reordered.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pagemill_engine.weights.files import RemoteBytes, WeightFiles
 from pagemill_engine.weights.floats import copy_floats
 from pagemill_engine.weights.source import CutWeights, stored_bytes
 from pagemill_kernels.arrays import Array, FloatType
-from pagemill_kernels.linear.groups import CodeBlocks, GroupCodes
+from pagemill_kernels.linear.groups import GROUP_SIZE, CodeBlocks, GroupCodes
 from pagemill_models.declaration.family import GGUFNames
 from pagemill_models.declaration.gguf_values import LONG_ROPE
 from pagemill_models.declaration.known import unsupported
@@ -35,8 +36,6 @@ from pagemill_protocol.source_errors import SourceError
 _MATRIX, _FACTOR = ".weight", ".scale"
 _BESIDE = (_FACTOR, ".input_scale")
 """Endings of what files hold beside a matrix: a factor of its values, and one of activations, which is not used."""
-_SINGLE_ROW = "shared_expert_gate.weight"
-"""A matrix of one row, which files store without that dimension."""
 
 
 class GGUFWeights:
@@ -50,6 +49,7 @@ class GGUFWeights:
         self._names = _names(self._file)
         tensors = self._file.tensors
         beside = {name for name in tensors for ending in _BESIDE if name.removesuffix(ending) + _MATRIX in tensors}
+        beside -= {name for name in beside if self._names.hugging_face_name(name) != name}
         held = [each for name, each in tensors.items() if name not in LONG_ROPE and name not in beside]
         self._tensors = dict(part for each in held for part in self._parts(each))
         self._shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
@@ -62,31 +62,51 @@ class GGUFWeights:
 
     def read_into(self, name: str, out: Array) -> None:
         tensor = self._tensors[name]
-        plain, factor = PLAIN.get(tensor.ggml_type.name), self._factor(name)
-        if factor is not None:
+        plain, factor, columns = PLAIN.get(tensor.ggml_type.name), self._factor(name), self._order(tensor, 1)
+        is_logarithm = self._names.in_a_layer(tensor.name) in self._names.logarithms
+        if factor is not None or columns is not None or is_logarithm:
             values = np.empty(out.shape, dtype=np.float32)
             dequantize_into(tensor.ggml_type.name, self._stored(name), values)
-            copy_floats(values * factor, out)
-        elif plain is not None and not self._interleaved_heads(tensor.name) and name not in self._cuts:
+            values = values if columns is None else values[:, columns]
+            if is_logarithm:
+                values = self._logarithms(tensor, values)
+            copy_floats(values if factor is None else values * factor, out)
+        elif plain is not None and self._is_ordered(tensor) and name not in self._cuts:
             self._files.fill_floats(tensor.part, tensor.offset, plain, out)
         else:
             dequantize_into(tensor.ggml_type.name, self._stored(name), out)
 
+    def _logarithms(self, tensor: GGUFTensor, values: NDArray[np.float32]) -> NDArray[np.float32]:
+        if not (values <= 0).all():
+            raise LoadError(
+                "ModelUnreadable",
+                f"`{self._path}`: tensor `{tensor.name}` holds {values.max()}; its values must be 0 or less. Convert "
+                "the model again.",
+            )
+        with np.errstate(divide="ignore"):
+            return np.log(-values)
+
     def code_kind(self, name: str) -> CodeKind | None:
-        return CODE_KINDS.get(self._tensors[name].ggml_type.name)
+        tensor = self._tensors[name]
+        kind = CODE_KINDS.get(tensor.ggml_type.name)
+        return kind if kind is None or self._keeps_groups(tensor, kind.group_size) else None
 
     def read_codes(self, name: str) -> GroupCodes | None:
         if self.code_kind(name) is None:
             return None
         tensor = self._tensors[name]
         codes, factor = read_codes(tensor.ggml_type.name, self._stored(name), self._shapes[name]), self._factor(name)
+        if (columns := self._order(tensor, 1)) is not None:
+            codes = codes.with_columns(columns)
         return codes if factor is None else codes.times(factor)
 
     def read_blocks(self, name: str) -> CodeBlocks | None:
-        kind = self._tensors[name].ggml_type.name
-        if not has_blocks(kind) or self._factors(name) is not None:
+        tensor = self._tensors[name]
+        kind, columns = tensor.ggml_type.name, self._order(tensor, 1)
+        if not has_blocks(kind) or self._factors(name) is not None or not self._keeps_groups(tensor, GROUP_SIZE):
             return None
-        return read_blocks(kind, self._stored(name), self._shapes[name])
+        blocks = read_blocks(kind, self._stored(name), self._shapes[name])
+        return blocks if blocks is None or columns is None else blocks.with_columns(columns)
 
     def is_bfloat16(self, name: str) -> bool:
         tensor = self._tensors[name]
@@ -111,6 +131,8 @@ class GGUFWeights:
         cut, left = copy(self), dict(slices)
         cut._cuts = {}
         for name, found in slices.items():
+            if self._order(self._tensors[name], 1) is not None:
+                continue
             cut._cuts[name], left[name] = found.in_units(self._unit(name, found))
             if left[name].size == cut._cuts[name].size:
                 del left[name]
@@ -129,8 +151,18 @@ class GGUFWeights:
         """Return the tensor's bytes, or those of its part, with its rows in Hugging Face order."""
         tensor, found = self._tensors[name], self._cuts.get(name)
         num_rows, num_heads, form = tensor.shape[0], self._interleaved_heads(tensor.name), tensor.ggml_type
+        order = self._order(tensor, 0)
         if found is None:
             data = self._files.read(tensor.part, tensor.offset, tensor.num_bytes)
+            data = data if order is None else data.reshape(num_rows, -1)[order].reshape(-1)
+        elif order is not None:
+            row_bytes = tensor.num_bytes // num_rows
+            rows = np.concatenate([order[first:end] for first, end in found.ranges])
+            runs = np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1)
+            parts = (
+                self._files.read(tensor.part, tensor.offset + run[0] * row_bytes, len(run) * row_bytes) for run in runs
+            )
+            data = np.concatenate(list(parts))
         else:
             row_bytes = tensor.num_bytes // num_rows
             in_bytes = found
@@ -148,11 +180,8 @@ class GGUFWeights:
 
     def _parts(self, tensor: GGUFTensor) -> Iterator[tuple[str, GGUFTensor]]:
         """Yield the tensor under its Hugging Face name; a tensor of all experts (`*` in the name) once per expert."""
-        name, shape = self._names.hugging_face_name(tensor.name), tensor.shape
-        if name.endswith(_SINGLE_ROW) and len(shape) == 1:
-            tensor = tensor._replace(shape=(1, *shape))
-        if len(shape) == 2 and self._names.is_convolution(tensor.name):
-            tensor = tensor._replace(shape=(shape[0], 1, shape[1]))
+        name, shape = self._names.hugging_face_name(tensor.name), self._names.shape(tensor.name, tensor.shape)
+        tensor = tensor._replace(shape=shape)
         if "*" not in name:
             yield name, tensor
             return
@@ -165,7 +194,9 @@ class GGUFWeights:
         """Return the tensor of what a matrix's values are multiplied by, which converters of NVFP4 write: one number,
         or one for each expert of a tensor."""
         stored = self._tensors[name].name
-        return self._file.tensors.get(stored.removesuffix(_MATRIX) + _FACTOR) if stored.endswith(_MATRIX) else None
+        factor = stored.removesuffix(_MATRIX) + _FACTOR
+        is_other = not stored.endswith(_MATRIX) or self._names.hugging_face_name(factor) != factor
+        return None if is_other else self._file.tensors.get(factor)
 
     def _factor(self, name: str) -> np.float32 | None:
         found = self._factors(name)
@@ -201,7 +232,32 @@ class GGUFWeights:
         architecture = self._file.metadata["general.architecture"]
         num_heads = self._file.metadata[f"{architecture}.attention.head_count"]
         found = self._file.metadata.get(f"{architecture}.{key}", num_heads)
-        return int(found[0] if isinstance(found, list) else found)  # a value per layer; the family requires equal ones
+        # A value per layer; the family requires equal ones, but for layers without heads.
+        return int(max(found) if isinstance(found, list) else found)
+
+    def _is_ordered(self, tensor: GGUFTensor) -> bool:
+        """Whether rows are stored in Hugging Face's order."""
+        return not self._interleaved_heads(tensor.name) and self._order(tensor, 0) is None
+
+    def _keeps_groups(self, tensor: GGUFTensor, size: int) -> bool:
+        """Whether columns in Hugging Face's order consist of whole stored groups of so many."""
+        columns = self._order(tensor, 1)
+        return columns is None or bool((columns.reshape(-1, size) - columns[::size, None] == np.arange(size)).all())
+
+    def _order(self, tensor: GGUFTensor, dimension: int) -> NDArray[np.int64] | None:
+        """Return the stored index of each row (0) or column (1); None where the orders are the same."""
+        place = self._names.tiled.get(self._names.in_a_layer(tensor.name))
+        if place is None or place.dimension != dimension:
+            return None
+        prefix = f"{self._file.metadata['general.architecture']}.ssm"
+        num_keys, num_values = (self._file.metadata[f"{prefix}.{key}"] for key in ("group_count", "time_step_rank"))
+        if num_keys == num_values:
+            return None
+        size = self._file.metadata[f"{prefix}.inner_size"] // num_values if place.whole else 1
+        heads = np.arange(num_values).reshape(-1, num_keys).T.reshape(-1)
+        of_heads = (heads[:, None] * size + np.arange(size)).reshape(-1)
+        before = tensor.shape[dimension] - len(of_heads)
+        return np.concatenate([np.arange(before), before + of_heads])
 
 
 def _names(file: GGUFFile) -> GGUFNames:

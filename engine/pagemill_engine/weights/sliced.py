@@ -8,8 +8,6 @@ refused.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
 from pagemill_engine.weights.codes import CodeKind
@@ -73,7 +71,7 @@ class SlicedTensors:
                 f"`{name}` stores its columns in an order of its own (activation order), which cannot be divided "
                 "among ranks. Use a checkpoint without `desc_act`, or one rank.",
             )
-        return _columns(codes, found)
+        return codes.with_columns(_indices(found)) if found.is_of_units(codes.group_size) else None
 
     def read_blocks(self, name: str) -> CodeBlocks | None:
         blocks, found = self._source.read_blocks(name), self._slices.get(name)
@@ -83,8 +81,7 @@ class SlicedTensors:
             return blocks.reordered(_indices(found))
         if not found.is_of_units(GROUP_SIZE):
             return None
-        groups = _indices(found)[::GROUP_SIZE] // GROUP_SIZE
-        return replace(blocks, data=blocks.data[:, groups])
+        return blocks.with_columns(_indices(found))
 
     def is_bfloat16(self, name: str) -> bool:
         return self._source.is_bfloat16(name)
@@ -104,16 +101,6 @@ class SlicedTensors:
         if found is None:
             return stored
         return found.shape_of(stored)
-
-
-def _columns(codes: GroupCodes, found: TensorSlice) -> GroupCodes | None:
-    size = codes.group_size
-    if not found.is_of_units(size):
-        return None
-    columns = _indices(found)
-    groups = columns[::size] // size
-    offsets = None if codes.offsets is None else codes.offsets[:, groups]
-    return replace(codes, codes=codes.codes[:, columns], scales=codes.scales[:, groups], offsets=offsets)
 
 
 def _indices(found: TensorSlice) -> Array:

@@ -59,6 +59,12 @@ class GroupCodes:
         offsets = None if self.offsets is None else self.offsets[order]
         return replace(self, codes=self.codes[order], scales=self.scales[order], offsets=offsets)
 
+    def with_columns(self, columns: NDArray[np.int64]) -> GroupCodes:
+        """Return the matrix with these columns, which are whole groups; int64 [inputs]."""
+        groups = columns[:: self.group_size] // self.group_size
+        offsets = None if self.offsets is None else self.offsets[:, groups]
+        return replace(self, codes=self.codes[:, columns], scales=self.scales[:, groups], offsets=offsets)
+
     def times(self, factor: np.float32) -> GroupCodes:
         """Return the matrix with all values multiplied by a number."""
         return replace(
@@ -98,6 +104,10 @@ class CodeBlocks:
     def reordered(self, order: NDArray[np.int64]) -> CodeBlocks:
         """Return the matrix with rows in another order: row i is row order[i]; int64 [out]."""
         return CodeBlocks(self.bits, self.stored_offsets, self.data[order])
+
+    def with_columns(self, columns: NDArray[np.int64]) -> CodeBlocks:
+        """Return the matrix with these columns, which are whole groups; int64 [inputs]."""
+        return replace(self, data=self.data[:, columns[::GROUP_SIZE] // GROUP_SIZE])
 
 
 def stack_blocks(parts: list[CodeBlocks]) -> CodeBlocks | None:

@@ -16,13 +16,15 @@ from adapter_engine import NUM_TOKENS, Engine
 from family_checkpoints import KINDS, NUM_HEADS, SIZE, write_checkpoint
 from family_gguf import write_adapter_gguf, write_family_gguf, write_lora
 from family_models import write_model
-from gguf_files import BEYOND, FILES
+from gguf_files import BEYOND, FILES, HYBRID_FILES
+from hybrid_models import write_hybrid
 from moe_gguf import write_moe_gguf
 from peft_adapters import CASES, PROMPTS, write_adapter, write_base
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pagemill_models.adapters.errors import AdapterError
+from pagemill_models.adapters.folder import read_adapter
 from pagemill_models.declaration.declaration import DecoderSpec
 from pagemill_models.families import baichuan
 from pagemill_models.sharding.linears import linears
@@ -48,6 +50,7 @@ def matrices_of(decoder: DecoderSpec) -> Matrices:
             "head",
             "classifier",
             "embedding_projection",
+            "layer_inputs",
         ):
             continue
         for part in use.spec.parts:
@@ -246,3 +249,29 @@ def test_the_embedded_model_serves_adapters_beside_its_packed_weights(tmp_path: 
         write_lora(tmp_path / f"{value}.gguf", "llama", tensors, 8.0)
         found.append(engine.scores(PROMPT, engine.load(tmp_path / f"{value}.gguf")))
     assert found[0] == engine.scores(PROMPT, "") != found[1]
+
+
+def test_adapters_of_files_with_factors_or_reordered_heads_are_refused_by_name(tmp_path: Path) -> None:
+    """Factors are in the matrices of one kind of file alone; value heads have another order in GGUF files."""
+    low = torch.ones(RANK, 64), torch.ones(48, RANK)
+    for name, module, message in (
+        ("falcon-h1", "model.layers.0.self_attn.q_proj", "factors of the model in its matrices"),
+        ("qwen35", "model.layers.0.linear_attn.in_proj_z", "`blk.0.attn_gate.weight.lora_a` is of a delta rule"),
+    ):
+        architecture, model = HYBRID_FILES[name]
+        folder, path = tmp_path / name, tmp_path / f"{name}.gguf"
+        folder.mkdir()
+        write_hybrid(*model, folder)
+        write_family_gguf(path, folder, architecture)
+        converted = {"blk.0.attn_q.weight": low} if name == "falcon-h1" else {"blk.0.attn_gate.weight": low}
+        tensors = {
+            f"{each}.lora_{side}": low for each, lows in converted.items() for side, low in zip("ab", lows, strict=True)
+        }
+        write_lora(tmp_path / f"{name}-adapter.gguf", architecture, tensors, ALPHA)
+        decoders = {each: load_model_spec(each).decoder for each in (folder, path)}
+        write_peft(tmp_path / f"{name}-peft", decoders[folder], {module: low})
+        wrong = [(folder, tmp_path / f"{name}-adapter.gguf")]
+        wrong += [(path, tmp_path / f"{name}-peft")] if name == "falcon-h1" else [(path, wrong[0][1])]
+        for base, adapter in wrong:
+            with pytest.raises(AdapterError, match=message):
+                read_adapter(adapter, decoders[base], 64)

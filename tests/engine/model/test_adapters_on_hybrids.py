@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from adapter_engine import NUM_TOKENS, Engine
-from hybrid_models import ALL, write_hybrid
+from hybrid_models import ALL, VARIANTS, write_hybrid
 from peft_adapters import ATTENTION, Adapted, Base, write_adapter
 
 from pagemill_engine.scheduler.admission import Admission
@@ -32,6 +32,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm3": ("lfm3", {"target_modules": ["in_proj", "g_proj", "q_proj", "w1"]}),
     "olmo-hybrid": ("olmo-hybrid", {"target_modules": "all-linear"}),
     "nemotron-h": ("nemotron-h", {"target_modules": ["in_proj", "k_proj", "up_proj", "down_proj"]}),
+    "nemotron-h, latents": (
+        "nemotron-h with experts over latents",
+        {"target_modules": ["fc1_latent_proj", "fc2_latent_proj", "up_proj", "down_proj"]},
+    ),
     "kimi-linear": (
         "kimi-linear",
         {"target_modules": [*ATTENTION, "b_proj", "f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj", "kv_b_proj"]},
@@ -48,7 +52,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Any:
     def base(name: str) -> Base:
         if name not in made:
             folder = tmp_path_factory.mktemp("base")
-            made[name] = Base(folder, write_hybrid(*ALL[name], folder))
+            made[name] = Base(folder, write_hybrid(*(ALL | VARIANTS)[name], folder))
         return made[name]
 
     return base

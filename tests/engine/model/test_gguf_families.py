@@ -104,7 +104,8 @@ def test_the_layers_with_a_window_are_those_that_a_file_lists(tmp_path: Path) ->
     ("name", "metadata", "message"),
     [
         ("exaone4", {"attention.sliding_window_pattern": [True]}, "a list of 4 names"),
-        ("olmo2", {"attention.sliding_window": 64}, "a sliding window \\(OLMo 3\\)"),
+        ("glm4moe", {"expert_gating_func": 1}, "experts that are not chosen by sigmoids"),
+        ("mistral4", {"expert_gating_func": 2}, "experts that are not chosen by a softmax"),
         ("mpt", {"attention.max_alibi_bias": 0.0}, "`attn_config.alibi` = False"),
         ("lfm2", {"attention.head_count_kv": [0, 2]}, r"`lfm2.attention.head_count_kv` is .*; it must be a list of 4"),
         ("lfm2", {"attention.head_count_kv": [0, 2, 0, 1]}, "it must be one number for the layers with attention"),

@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from byte_bundle import byte_tokenizer
+from eagle_heads import EPS, OWN, SIZE, VOCAB, write_eagle3
 from recorded_drafts import Found, record_drafts
 from safetensors.torch import load_file, save_file
 from tiny_llama import write_tiny_llama
@@ -31,7 +32,7 @@ from pagemill_protocol.request.generate import ChoiceResume, GenerateRequest
 from pagemill_protocol.request.sampling import SamplingParams as EngineSampling
 from pagemill_protocol.source_errors import SourceError
 
-VOCAB, OWN, SIZE, LAYERS, EPS = 257, 120, 64, 8, 1e-5
+LAYERS = 8
 MOE: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": SIZE, "intermediate_size": 96, "moe_intermediate_size": 32,
     "num_hidden_layers": 3, "num_attention_heads": 4, "n_shared_experts": 1, "n_routed_experts": 8,
@@ -78,42 +79,6 @@ def _moe(folder: Path, kind: str) -> Path:
     return folder
 
 
-def _eagle(folder: Path, **changes: Any) -> Path:
-    """Write an EAGLE-3 head for the tiny Llama."""
-    torch.manual_seed(2)
-    inner, key = 96, 32
-    tensors = {
-        "fc.weight": torch.randn(SIZE, 3 * SIZE) * 0.1,
-        "midlayer.hidden_norm.weight": torch.rand(SIZE) + 0.5,
-        "midlayer.input_layernorm.weight": torch.rand(SIZE) + 0.5,
-        "midlayer.post_attention_layernorm.weight": torch.rand(SIZE) + 0.5,
-        "midlayer.self_attn.q_proj.weight": torch.randn(SIZE, 2 * SIZE) * 0.1,
-        "midlayer.self_attn.k_proj.weight": torch.randn(key, 2 * SIZE) * 0.1,
-        "midlayer.self_attn.v_proj.weight": torch.randn(key, 2 * SIZE) * 0.3,
-        "midlayer.self_attn.o_proj.weight": torch.randn(SIZE, SIZE) * 0.3,
-        "midlayer.mlp.gate_proj.weight": torch.randn(inner, SIZE) * 0.3,
-        "midlayer.mlp.up_proj.weight": torch.randn(inner, SIZE) * 0.3,
-        "midlayer.mlp.down_proj.weight": torch.randn(SIZE, inner) * 0.3,
-        "norm.weight": torch.rand(SIZE) + 0.5,
-        "lm_head.weight": torch.randn(OWN, SIZE) * 0.3,
-        "d2t": torch.arange(OWN),
-        "t2d": torch.arange(VOCAB) % 2 == 0,
-    }
-    config = {
-        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": SIZE,
-        "intermediate_size": inner, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
-        "vocab_size": VOCAB, "draft_vocab_size": OWN, "max_position_embeddings": 256, "rms_norm_eps": EPS,
-        "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": False,
-    }  # fmt: skip
-    for name in [each for each in tensors if changes.get(each, 0) is None]:
-        del tensors[name]
-    folder.mkdir(exist_ok=True)
-    save_file(tensors | {n: v for n, v in changes.items() if isinstance(v, Tensor)}, folder / "model.safetensors")
-    config |= {name: value for name, value in changes.items() if not isinstance(value, Tensor | None)}
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("heads")
@@ -127,7 +92,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for folder in list(found.values()):
         (folder / "tokenizer.json").write_text(byte_tokenizer([("t", "h")]).to_str())
         (folder / "tokenizer_config.json").write_text("{}")
-    found["eagle3"] = _eagle(root / "eagle3")
+    found["eagle3"] = write_eagle3(root / "eagle3")
     return found
 
 
@@ -504,7 +469,7 @@ def test_a_head_that_does_not_fit_is_refused(
     folders: dict[str, Path], tmp_path: Path, changes: dict[str, Any], settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises((LoadError, SourceError), match=message):
-        make({**folders, "eagle3": _eagle(tmp_path / "head", **changes)}, "llama", **settings)
+        make({**folders, "eagle3": write_eagle3(tmp_path / "head", **changes)}, "llama", **settings)
 
 
 def test_heads_with_a_plain_layer_need_no_torch(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,22 +4,33 @@ a plain reference in float32 computes, and answers are those without them."""
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from byte_bundle import byte_tokenizer
+from eagle_heads import write_eagle3
+from family_gguf import write_family_gguf
 from hybrid_models import EXPERTS, MODELS, write_hybrid
+from packages import install_package
 from recorded_drafts import Found, record_drafts
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pagemill import LLM, SamplingParams
+from pagemill_engine import offline_prompts
 from pagemill_engine.decoders.head_states import HeadStates
 from pagemill_engine.decoders.on_torch.heads import HeadLayers
+from pagemill_engine.scheduler.proposals import Proposals
 from pagemill_engine.weights.errors import LoadError
+from pagemill_engine.weights.opening import open_weights
+from pagemill_models.spec.heads import stored_mtp_head
+from pagemill_models.spec.model_files import load_model_spec
+from pagemill_models.tokenizer_files.load_bundle import load_bundle
 
 VOCAB = 257
 SETTINGS: dict[str, Any] = {
@@ -175,13 +186,18 @@ def test_planted_faults_are_found(
     assert wrong(reference, drafted) > 3
 
 
-def test_only_the_setting_loads_a_head(references: References, tmp_path: Path) -> None:
+def test_only_the_setting_loads_a_head(
+    references: References, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """By default it takes no memory, and memory goes on moving between cache kinds; what a head lacks is named."""
     folder = references("qwen3.5").folder
+    caplog.set_level(logging.INFO)
     for settings, drafts in (({}, False), ({"speculative_config": {"method": "mtp"}}, True)):
         with LLM(str(folder), **SETTINGS, **settings) as llm:
             info = llm._core.runner.info
             assert (info.drafts, info.shares_memory) == (drafts, not drafts)
+        assert ("layers that draft tokens (`mtp." in caplog.text) is not drafts
+        caplog.clear()
     whole = load_file(folder / "model.safetensors")
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
@@ -207,3 +223,77 @@ def test_experts_of_a_head_that_are_stored_together_are_those_stored_one_by_one(
     with make(tmp_path) as llm:
         answers(llm)
     assert wrong(reference, drafted) == 0
+
+
+def test_the_head_of_a_gguf_file_drafts_what_the_one_of_the_folder_does(references: References, tmp_path: Path) -> None:
+    """Converters count it as a further layer, and without the setting it is not used."""
+    folder, path = references("qwen3.5").folder, tmp_path / "model.gguf"
+    layers = {"block_count": 5, "nextn_predict_layers": 1}
+    write_family_gguf(path, folder, "qwen35", **layers)
+    stored, spec = load_model_spec(folder), load_model_spec(path)
+    head, of_folder = (stored_mtp_head(each, at, whole=True) for each, at in ((spec, path), (stored, folder)))
+    assert head is not None
+    assert of_folder is not None
+    assert (spec.num_layers, head.num_parameters) == (4, of_folder.num_parameters)
+    weights, expected = open_weights(path), open_weights(folder)
+    names = dict(zip(head.decoder.shapes(), of_folder.decoder.shapes(), strict=True))
+    for name, other in names.items():
+        values, wanted = (np.empty(weights.shapes[name], dtype=np.float32) for _ in range(2))
+        weights.read_into(name, values)
+        expected.read_into(other, wanted)
+        np.testing.assert_allclose(values, wanted + (1 if "norm" in other else 0), rtol=0, atol=1e-6)
+    with pytest.MonkeyPatch.context() as patch:
+        found = record_drafts(patch)
+        drafts = []
+        patch.setattr(offline_prompts, "load_bundle", lambda _: load_bundle(folder))  # the file has no tokenizer
+        for each in (folder, path):
+            with make(each) as llm:
+                assert llm._core.runner.info.drafts
+                drafts.append((answers(llm), list(found)))
+            del found[:]
+    assert drafts[0] == drafts[1]
+
+
+CODE = """
+class Method:
+    def begin(self, sequence):
+        return Repeats(sequence.token_ids)
+
+    def end(self, sequence):
+        pass
+
+
+class Repeats:
+    agreement = 0
+
+    def __init__(self, token_ids):
+        self.token_ids = token_ids
+
+    def propose(self, most):
+        return [self.token_ids[-1]] * most
+"""
+
+
+@pytest.mark.sample("eagle3")
+@pytest.mark.parametrize("method", ["eagle3", "countdown"])
+def test_other_methods_leave_answers_of_a_hybrid_as_they_are(
+    method: str, references: References, drafted: Found, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A head that was trained for the model, whose drafts are mostly rejected, and a method of another package."""
+    folder = references("qwen3.5").folder
+    config: dict[str, Any] = {"method": method, "num_speculative_tokens": 3}
+    if method == "eagle3":
+        config["model"] = str(write_eagle3(tmp_path / "head", eagle_aux_hidden_state_layer_ids=[1, 2, 3]))
+    else:
+        install_package(tmp_path, monkeypatch, method, CODE, "pagemill.proposers", f"{method} = {method}:Method")
+    counted: list[int] = []
+    count = Proposals.count
+    monkeypatch.setattr(Proposals, "count", lambda *args: (counted.append(args[2]), count(*args)))
+    with make(folder, "off", deterministic=True) as llm:
+        plain = answers(llm)
+    with LLM(str(folder), speculative_config=config, deterministic=True, **SETTINGS) as llm:
+        llm._core._proposals._ms_of = None
+        assert answers(llm) == plain
+        assert answers(llm) == plain
+    assert len(counted) > 50
+    assert method != "eagle3" or max(len(tokens) for _, tokens in drafted) == 3

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import msgspec
@@ -61,6 +62,8 @@ LFM2_MOE, LFM3, OLMO, NEMOTRON, KIMI = (OTHERS[name][1] for name in OTHERS)
 PATTERN = {key: value for key, value in NEMOTRON.items() if key != "layers_block_type"}
 KIMI_LISTS = {**KIMI, "layer_types": None, "num_experts": 6, "num_experts_per_token": 2}
 BLOCK = 16
+PLAIN = "qwen3-next with some plain MLPs"
+LATENT = "nemotron-h with experts over latents"
 
 
 class Hybrid(NamedTuple):
@@ -127,7 +130,7 @@ def test_any_way_to_compute_equals_transformers(name: str, settings: dict[str, A
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3-next with some plain MLPs", *(pytest.param(n, marks=pytest.mark.full) for n in VARIANTS)]
+    "name", [n if n in (PLAIN, LATENT) else pytest.param(n, marks=pytest.mark.full) for n in VARIANTS]
 )
 def test_variants_equal_transformers(name: str, load: Load) -> None:
     load(name).check(prompts_of((1, 17, 90)), max_num_batched_tokens=40)
@@ -262,7 +265,7 @@ def test_choices_and_continued_answers_equal_transformers(name: str, load: Load)
 @pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.unavailable_reason()}")
 @pytest.mark.sample("qwen3.5-2")
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("name", ["qwen3.5", "nemotron-h", "lfm2"])
+@pytest.mark.parametrize("name", ["qwen3.5", "nemotron-h", "lfm2", LATENT])
 def test_ranks_give_the_tokens_of_one(
     name: str, size: int, load: Load, ranks: Ranks, runner_loader: Callable[..., Any]
 ) -> None:
@@ -318,6 +321,7 @@ PARTS = {
     "rates up to one": "olmo-hybrid",
     "kernels of queries and keys exchanged": "kimi-linear",
     "another bias of choices": "lfm2-moe",
+    "what is behind experts": LATENT,
 }
 """The fault, and the model with the part."""
 
@@ -327,7 +331,7 @@ def blocks_of(hybrid: Hybrid, *kinds: type) -> list[Any]:
     return [block for block in blocks if isinstance(block, kinds)]
 
 
-@pytest.mark.sample("gates of another head", "kernels *")
+@pytest.mark.sample("gates of another head", "kernels *", "what is behind experts")
 @pytest.mark.parametrize("fault", PARTS)
 def test_faults_planted_in_parts_are_detected(fault: str, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     hybrid = load(PARTS[fault])
@@ -346,6 +350,10 @@ def test_faults_planted_in_parts_are_detected(fault: str, load: Load, monkeypatc
         size = rules[0].spec.num_value_heads * rules[0].spec.key_dim
         queries, keys, values = torch.split(rules[0].taps.values, size, 1)
         monkeypatch.setattr(rules[0].taps, "values", torch.cat([keys, queries, values], 1).contiguous())
+    elif fault == "what is behind experts":
+        behind = mixtures[0].behind
+        turned = lambda out, x, context: behind.add_to(out, x.roll(1, -1), context)  # noqa: E731
+        monkeypatch.setattr(mixtures[0], "behind", SimpleNamespace(add_to=turned))
     else:
         monkeypatch.setattr(mixtures[0].choice_bias, "values", -mixtures[0].choice_bias.values)
     with pytest.raises(AssertionError):
@@ -454,7 +462,7 @@ def test_what_is_not_supported_with_states_is_refused_by_name(
         ({**PATTERN, "hybrid_override_pattern": None}, "`layers_block_type` is missing"),
         ({**PATTERN, "hybrid_override_pattern": "MM-"}, "no attention layer"),
         ({**NEMOTRON, "n_groups": 4}, "`n_groups` is '4'; it must be a divisor of the 6 mamba_num_heads"),
-        ({**NEMOTRON, "moe_latent_size": 16}, "experts that read a projection of hidden states .`moe_latent_size`"),
+        ({**NEMOTRON, "moe_latent_size": 0}, "hidden_size = 0; it must be from 1"),
         (
             {**KIMI_LISTS, "linear_attn_config": {"full_attn_layers": [2], "kda_layers": [1, 3]}},
             "`linear_attn_config.kda_layers` is .* with full_attn_layers the numbers from 1 to 4; 4 is missing",
@@ -510,7 +518,7 @@ def test_experts_that_are_stored_together_are_those_stored_one_by_one(
     hybrid._replace(driver=make_driver(runner_loader(tmp_path))).check(prompts_of((17, 40)))
 
 
-@pytest.mark.parametrize("name", sample("falcon-h1", "kimi-linear"))
+@pytest.mark.parametrize("name", [*sample("falcon-h1", "kimi-linear"), pytest.param(LATENT, marks=pytest.mark.full)])
 @pytest.mark.parametrize("mode", ["int8", pytest.param("int4", marks=pytest.mark.full)])
 def test_quantized_answers_are_those_of_the_rounded_weights(
     name: str,
@@ -538,6 +546,19 @@ def test_quantized_answers_are_those_of_the_rounded_weights(
     runner = runner_loader(hybrid.folder, quantization=mode)
     own = hybrid._replace(reference=reference, runner=runner, driver=make_driver(runner))
     own.check(prompts_of((17, 40)), max_num_batched_tokens=25)
+
+
+@pytest.mark.parametrize("name", ["nemotron-h", "olmo-hybrid"])
+def test_layers_that_draft_are_named_at_the_start_and_not_used(
+    name: str, load: Load, tmp_path: Path, runner_loader: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    hybrid = load(name)
+    extra = {"mtp.layers.0.enorm.weight": np.ones(64, dtype=np.float32)}
+    save_file(load_file(hybrid.folder / "model.safetensors") | extra, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_bytes((hybrid.folder / "config.json").read_bytes())
+    caplog.set_level("INFO")
+    runner_loader(tmp_path).close()
+    assert "has layers that draft tokens (`mtp.layers.0.enorm.weight`), which are not used." in caplog.text
 
 
 def _parts_of(name: str, tensor: Any, decoder: DecoderSpec) -> Iterator[tuple[str, Any]]:

@@ -28,7 +28,8 @@ from pagemill_models.sharding.slices import TensorSlice
 SAMPLE = ("llama", "olmo2", "gpt_oss", "deepseek_v3", "gpt_neox", "bert", "qwen2_moe")
 TOLERANCE = 1e-5
 STATE_TOLERANCE = 5e-5
-"""Of models with states: a rule over random weights amplifies what sums in another order round differently."""
+"""Of models with states: a rule over random weights amplifies what sums in another order round differently. It is as
+much as the last bits of the embedding change the outputs of one process (4.2e-5); ranks differ by 1.1e-5 at most."""
 Change = Callable[[Shard, int], Shard]
 
 

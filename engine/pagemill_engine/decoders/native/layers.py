@@ -158,4 +158,5 @@ def _is_plain_attention(block: object) -> bool:
 def _is_plain_mlp(block: object) -> bool:
     if isinstance(block, MLPSpec):
         return block.layer_input is None
-    return isinstance(block, MoESpec) and (block.norm, block.router_norm, block.expert_scales) == (None,) * 3
+    own = (block.norm, block.router_norm, block.expert_scales, block.before) if isinstance(block, MoESpec) else ()
+    return own == (None,) * 4

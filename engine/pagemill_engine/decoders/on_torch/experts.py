@@ -77,6 +77,9 @@ class MoE:
         self.experts = Experts(spec, ops, dtype, number + 1)
         behind = number + 1 + 2 * len(spec.experts)
         self.shared = None if spec.shared is None else _SharedExpert(spec.shared, ops, dtype, behind)
+        last = behind + (0 if spec.shared is None else 2 + (spec.shared.gate is not None))
+        self.before = None if spec.before is None else Linear(spec.before, ops, dtype, last)
+        self.behind = None if spec.behind is None else Linear(spec.behind, ops, dtype, last + 1)
         self.spec = spec
         self._ops, self._dtype = ops, dtype
         bias = None if spec.gating is None else spec.gating.bias
@@ -94,7 +97,7 @@ class MoE:
     def layers(self) -> Iterator[Layer]:
         yield self.router
         yield self.experts
-        others = (self.choice_bias, self.norm, self.router_norm, self.scales)
+        others = (self.choice_bias, self.norm, self.router_norm, self.scales, self.before, self.behind)
         yield from (each for each in others if each is not None)
         if self.shared is not None:
             yield from self.shared.layers()
@@ -112,7 +115,13 @@ class MoE:
         if self.scales is not None:
             weights = weights * self.scales.values[chosen]
         x = x if self.norm is None else self.norm(x)
-        self.experts.add_to(out, x, chosen, weights, context)
+        if self.before is None or self.behind is None:
+            self.experts.add_to(out, x, chosen, weights, context)
+        else:
+            read = self.before(x, context)
+            found = torch.zeros_like(read, dtype=self._dtype)
+            self.experts.add_to(found, read, chosen, weights, context)
+            self.behind.add_to(out, found, context)
         if self.shared is not None:
             self.shared.add_to(out, x, context)
 

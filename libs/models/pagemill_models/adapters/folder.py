@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pagemill_models.adapters.errors import AdapterError, unreadable, unsupported
-from pagemill_models.adapters.gguf_adapter import read_gguf_adapter
+from pagemill_models.adapters.gguf_adapter import SAME_FILES, read_gguf_adapter
 from pagemill_models.adapters.limits import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from pagemill_models.adapters.names import LowTensor, Modules, bare, copied_module, low_tensor
 from pagemill_models.adapters.parts import (
@@ -43,6 +43,8 @@ def read_adapter(folder: Path, decoder: DecoderSpec, max_rank: int) -> AdapterFi
     path = _weights_file(folder)
     if path.suffix == ".gguf":
         return read_gguf_adapter(path, decoder, max_rank)
+    if decoder.folded:
+        raise unsupported(f"The base's GGUF file has factors of the model in its matrices. {SAME_FILES}")
     settings = read_settings(folder)
     try:
         headers = read_header(path)

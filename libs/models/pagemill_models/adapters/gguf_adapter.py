@@ -11,6 +11,7 @@ from pathlib import Path
 from pagemill_models.adapters.errors import unreadable, unsupported
 from pagemill_models.adapters.names import MatrixPlace, Modules
 from pagemill_models.adapters.parts import AdapterFiles, LowRank, check_once, check_rank, other_shape, refused_tensor
+from pagemill_models.declaration.caches import DeltaRuleSpec, RecurrentSpec
 from pagemill_models.declaration.declaration import AttentionSpec, DecoderSpec
 from pagemill_models.declaration.family import GGUFNames
 from pagemill_models.files.gguf_file import GGUFFile, GGUFTensor
@@ -23,6 +24,7 @@ _KNOWN = ("adapter.type", _ALPHA, "adapter.lora.task_name", "adapter.lora.prompt
 """Keys below `adapter.` that are read, or describe the file."""
 _BASE = "general.base_model.0.repo_url"
 _SIDES = (".lora_a", ".lora_b")
+SAME_FILES = "Serve PEFT's folder with the model's folder, or a GGUF file with a GGUF file."
 
 
 def read_gguf_adapter(path: Path, decoder: DecoderSpec, max_rank: int) -> AdapterFiles:
@@ -50,6 +52,8 @@ def read_gguf_adapter(path: Path, decoder: DecoderSpec, max_rank: int) -> Adapte
     names = found.family.gguf_names
     if names is None:
         raise unsupported(f"`{path}`: GGUF files of `{found.architecture}` are not read. Serve PEFT's folder.")
+    if names.folded != decoder.folded:
+        raise unsupported(f"`{path}` has factors of the model in its matrices, and the base has not. {SAME_FILES}")
     modules = Modules(decoder)
     parts = [
         part
@@ -93,6 +97,8 @@ def _parts(
     max_rank: int,
 ) -> Iterator[LowRank]:
     a, b = sides
+    if names.in_a_layer(name) in names.tiled and any(_is_tiled(each) for each in decoder.recurrent()):
+        raise refused_tensor(a, "is of a delta rule, whose value heads converters reorder. Serve PEFT's folder")
     module = names.hugging_face_name(name).removesuffix(".weight")
     places = _places(module, a, modules)
     rank = b.shape[-1]
@@ -131,6 +137,10 @@ def _places(module: str, header: TensorHeader, modules: Modules) -> list[MatrixP
             "a GGUF file of the model",
         )
     return places
+
+
+def _is_tiled(rule: RecurrentSpec) -> bool:
+    return isinstance(rule, DeltaRuleSpec) and rule.num_key_heads != rule.num_value_heads
 
 
 def _interleaved_heads(name: str, names: GGUFNames, decoder: DecoderSpec, place: MatrixPlace) -> int:

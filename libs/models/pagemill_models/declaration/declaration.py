@@ -20,6 +20,7 @@ from pagemill_models.declaration.caches import (
     VectorsSpec,
 )
 from pagemill_models.declaration.matrices import Activation as Activation
+from pagemill_models.declaration.matrices import GatingSpec as GatingSpec
 from pagemill_models.declaration.matrices import LinearSpec as LinearSpec
 from pagemill_models.declaration.matrices import MatrixSpec as MatrixSpec
 from pagemill_models.declaration.matrices import NormPart as NormPart
@@ -202,20 +203,6 @@ class SharedExpertSpec(msgspec.Struct, frozen=True, kw_only=True):
         return merged(self.mlp, self.gate)
 
 
-class GatingSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Routing of DeepSeek: each token is routed to its `top_groups` best groups, then to the best experts of these."""
-
-    scores: Literal["softmax", "sigmoid"]
-    num_groups: int = 1
-    top_groups: int = 1
-    best_of_group: int = 1
-    """Number of best experts whose scores are summed as a group's score."""
-    bias: str | None = None
-    """Name of a stored tensor [experts] that is added to the scores for the choice, not for the weights."""
-    scale: float = 1.0
-    """Factor on the weights."""
-
-
 class MoESpec(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
     """A mixture of experts: each token is computed by the `top_k` experts with the largest router logits.
 
@@ -237,6 +224,10 @@ class MoESpec(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
     router_norm: NormSpec | None = None
     expert_scales: str | None = None
     """Name of a stored tensor [experts] of factors on the weights."""
+    before: LinearSpec | None = None
+    """What the experts, not the router and the shared one, read a product with."""
+    behind: LinearSpec | None = None
+    """What their sum is multiplied by; set with `before`."""
 
     @property
     def intermediate_size(self) -> int:
@@ -256,8 +247,8 @@ class MoESpec(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
         mlps = self.experts if self.shared is None else (*self.experts, self.shared.mlp)
         for mlp in mlps:
             yield from (mlp.up, mlp.down)
-        if self.shared is not None and self.shared.gate is not None:
-            yield self.shared.gate
+        gate = None if self.shared is None else self.shared.gate
+        yield from (each for each in (gate, self.before, self.behind) if each is not None)
 
     def gate_names(self) -> set[str]:
         """Return the names of the matrices that choose and weight experts."""
@@ -491,8 +482,9 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
     text_only: bool = False
     """Whether the files also hold encoders of images or sound, which are not read (`stored_names`)."""
     by_transformers: bool = False
-    """The declaration has only sizes: a class of the installed `transformers` computes the model and knows its
-    tensors."""
+    """The declaration has only sizes: a class of `transformers` computes the model and knows its tensors."""
+    folded: bool = False
+    """Whether matrices contain factors that adapters lack."""
 
     def attentions(self) -> Iterator[AnyAttentionSpec]:
         for layer in self.layers:

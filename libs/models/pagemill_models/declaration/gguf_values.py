@@ -50,6 +50,15 @@ class GGUFValues:
     def has(self, tensor: str) -> bool:
         return tensor in self.file.tensors
 
+    def has_in_layers(self, tensor: str) -> bool:
+        """Whether any layer has a tensor of this name."""
+        return any(self.has(f"blk.{index}.{tensor}") for index in range(self.size("num_layers", "block_count")))
+
+    def rows(self, field: str, *tensors: str, default: int) -> int:
+        """Return the rows of the first of the tensors that the file has. `field` selects their limit."""
+        found = (self.file.tensors[name].shape[-2:][0] for name in tensors if self.has(name))
+        return check_size(self.file.path, field, next(found, default), self.held)
+
     def size(self, field: str, key: str, default: int | None = None) -> int:
         """Return a positive number; a list of equal numbers (one per layer) counts as one. `field` selects its
         limit."""
@@ -87,6 +96,13 @@ class GGUFValues:
         found = [value] * num_layers if type(value) is int else value
         if not isinstance(found, list) or len(found) != num_layers or any(type(each) is not int for each in found):
             raise self.wrong(key, value, f"a list of {num_layers} integers")
+        return found
+
+    def drafting(self) -> int:
+        """Return the number of the last layers, which draft further tokens."""
+        found, num_layers = self.integer("nextn_predict_layers", 0), self.size("num_layers", "block_count")
+        if not 0 <= found < num_layers:
+            raise self.wrong("nextn_predict_layers", found, f"at least 0 and less than the {num_layers} layers")
         return found
 
     def number(self, key: str, default: float) -> float:

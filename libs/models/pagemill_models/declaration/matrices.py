@@ -161,3 +161,17 @@ def merged(*parts: HasShapes | None) -> Shapes:
     for part in parts:
         shapes |= {} if part is None else part.shapes()
     return shapes
+
+
+class GatingSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Routing of DeepSeek: each token is routed to its `top_groups` best groups, then to the best experts of these."""
+
+    scores: Literal["softmax", "sigmoid"]
+    num_groups: int = 1
+    top_groups: int = 1
+    best_of_group: int = 1
+    """Number of best experts whose scores are summed as a group's score."""
+    bias: str | None = None
+    """Name of a stored tensor [experts] that is added to the scores for the choice, not for the weights."""
+    scale: float = 1.0
+    """Factor on the weights."""

@@ -42,8 +42,9 @@ _GGUF_WITHOUT_EFFECT = {
 }
 """Keys that are not implemented, with the value that has no effect."""
 _GGUF_LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
-_SCALED_BY_MAGNITUDE = "deepseek2"
-"""Architecture whose files store a tenth of `mscale_all_dim` under that key, and whose `mscale` is equal to it."""
+_SCALED_BY_MAGNITUDE = {"deepseek2": 10.0, "mistral3": 1.0, "mistral4": 10.0}
+"""Architectures whose files store `mscale_all_dim` under that key, divided by this number, and whose `mscale` is equal
+to it."""
 
 
 def settings_of(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
@@ -96,8 +97,8 @@ def read_gguf_scaling(
         fields = {**long_rope, **values, "attention_factor": _decimal(magnitude)}
         return make_scaling("longrope", fields, theta, context_length, lambda field: names.get(field, field))
     multiplier = metadata.get(f"{prefix}.{_GGUF_LOG_MULTIPLIER}", 0.0)
-    if prefix == _SCALED_BY_MAGNITUDE and kind == "yarn" and multiplier:
-        values["mscale"] = values["mscale_all_dim"] = 10 * _decimal(multiplier)
+    if prefix in _SCALED_BY_MAGNITUDE and kind == "yarn" and multiplier:
+        values["mscale"] = values["mscale_all_dim"] = _SCALED_BY_MAGNITUDE[prefix] * _decimal(multiplier)
     else:
         _check_without_effect(metadata, prefix, kind, {_GGUF_LOG_MULTIPLIER: 0.0})
     _check_without_effect(metadata, prefix, kind, _GGUF_WITHOUT_EFFECT)

@@ -4,6 +4,7 @@ include V2."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from pagemill_models.declaration.config_values import ConfigValues
 from pagemill_models.declaration.declaration import DecoderSpec, GatingSpec
@@ -47,37 +48,41 @@ def sigmoid_gating(
 
 
 def read_gguf(values: GGUFValues) -> DecoderSpec:
-    """Declare a GGUF file's decoder, V2 or V3.
+    """Declare a GGUF file's decoder, V2 or V3."""
+    keys = latent_keys(values, "blk.0")
+    is_sigmoid = values.integer("expert_gating_func", SOFTMAX) == SIGMOID
+    by_groups = "group_limited_greedy" if keys["n_group"] > 1 else "greedy"
+    config = GGUFConfig(values, **keys, topk_method=None if is_sigmoid else by_groups)
+    return read_config(config) if is_sigmoid else deepseek_v2.read_config(config)
+
+
+def latent_keys(values: GGUFValues, layer: str) -> dict[str, Any]:
+    """Return what a GGUF file says of latent attention and experts, as keys of `config.json`. `layer`: prefix of one
+    with such attention.
 
     Files older than key_length_mla have the heads' sizes under other keys, and `kv_b_proj` as a whole.
     """
-    is_sigmoid = values.integer("expert_gating_func", SOFTMAX) == SIGMOID
-    num_groups = values.integer("expert_group_count", 1)
     turning = values.size("qk_rope_head_dim", "rope.dimension_count")
     key_dim = values.integer("attention.key_length_mla", values.integer("attention.key_length", 192))
-    by_groups = "group_limited_greedy" if num_groups > 1 else "greedy"
-    config = GGUFConfig(
-        values,
-        attention_bias=values.has("blk.0.attn_kv_a_mqa.bias"),
-        first_k_dense_replace=values.integer("leading_dense_block_count", 0),
-        kv_lora_rank=values.integer("attention.kv_lora_rank"),
-        moe_intermediate_size=values.integer("expert_feed_forward_length"),
-        n_group=num_groups,
-        n_routed_experts=values.integer("expert_count"),
-        n_shared_experts=values.integer("expert_shared_count", 1),
-        norm_topk_prob=values.flag("expert_weights_norm", False),
-        num_experts_per_tok=values.integer("expert_used_count"),
-        q_lora_rank=values.integer("attention.q_lora_rank") if values.has("blk.0.attn_q_a.weight") else None,
-        qk_nope_head_dim=key_dim - turning,
-        qk_rope_head_dim=turning,
-        routed_scaling_factor=values.number("expert_weights_scale", 1.0),
-        topk_group=values.integer("expert_group_used_count", 1),
-        topk_method=None if is_sigmoid else by_groups,
-        v_head_dim=values.integer("attention.value_length_mla", values.integer("attention.value_length", 128)),
-        head_dim=turning,
-        **{SPLIT_UP: values.has("blk.0.attn_k_b.weight")},
-    )
-    return read_config(config) if is_sigmoid else deepseek_v2.read_config(config)
+    return {
+        "attention_bias": values.has(f"{layer}.attn_kv_a_mqa.bias"),
+        "first_k_dense_replace": values.integer("leading_dense_block_count", 0),
+        "kv_lora_rank": values.integer("attention.kv_lora_rank"),
+        "moe_intermediate_size": values.integer("expert_feed_forward_length"),
+        "n_group": values.integer("expert_group_count", 1),
+        "n_routed_experts": values.integer("expert_count"),
+        "n_shared_experts": values.integer("expert_shared_count", 1),
+        "norm_topk_prob": values.flag("expert_weights_norm", False),
+        "num_experts_per_tok": values.integer("expert_used_count"),
+        "q_lora_rank": values.integer("attention.q_lora_rank") if values.has(f"{layer}.attn_q_a.weight") else None,
+        "qk_nope_head_dim": key_dim - turning,
+        "qk_rope_head_dim": turning,
+        "routed_scaling_factor": values.number("expert_weights_scale", 1.0),
+        "topk_group": values.integer("expert_group_used_count", 1),
+        "v_head_dim": values.integer("attention.value_length_mla", values.integer("attention.value_length", 128)),
+        "head_dim": turning,
+        SPLIT_UP: values.has(f"{layer}.attn_k_b.weight"),
+    }
 
 
 SOFTMAX, SIGMOID = 1, 2
@@ -94,5 +99,6 @@ _IN_LAYER = {
     "attn_v_b": "self_attn.v_b_proj.*",
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
 }
-_SHARED = {name: each.replace("shared_expert.", "shared_experts.") for name, each in GGUF_IN_LAYER.items()}
-FAMILY = Family(read_config, read_gguf, _NAMES._replace(in_layer=_NAMES.in_layer | _SHARED | _IN_LAYER))
+SHARED_IN_LAYER = {name: each.replace("shared_expert.", "shared_experts.") for name, each in GGUF_IN_LAYER.items()}
+GGUF_NAMES = _NAMES._replace(in_layer=_NAMES.in_layer | SHARED_IN_LAYER | _IN_LAYER)
+FAMILY = Family(read_config, read_gguf, GGUF_NAMES)

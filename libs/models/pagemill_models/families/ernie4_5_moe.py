@@ -6,8 +6,11 @@ from pagemill_models.declaration.changes import replace
 from pagemill_models.declaration.config_values import ConfigValues
 from pagemill_models.declaration.declaration import DecoderSpec, GatingSpec
 from pagemill_models.declaration.family import Family
+from pagemill_models.declaration.gguf_config import GGUFConfig
+from pagemill_models.declaration.gguf_values import GGUFValues
+from pagemill_models.families.deepseek_v3 import SHARED_IN_LAYER
 from pagemill_models.families.ernie4_5 import read_numbers
-from pagemill_models.families.llama_like import decoder
+from pagemill_models.families.llama_like import decoder, gguf_names
 from pagemill_models.families.moe import mixture_from_config, with_experts, with_shared_experts
 
 
@@ -36,4 +39,20 @@ def read_config(config: ConfigValues) -> DecoderSpec:
     )
 
 
-FAMILY = Family(read_config)
+def read_gguf(values: GGUFValues) -> DecoderSpec:
+    return read_config(
+        GGUFConfig(
+            values,
+            moe_intermediate_size=values.integer("expert_feed_forward_length"),
+            moe_layer_interval=values.integer("interleave_moe_layer_step", 1),
+            moe_layer_start_index=values.integer("leading_dense_block_count", 0),
+            moe_num_experts=values.integer("expert_count"),
+            moe_num_shared_experts=values.integer("expert_shared_count", 0),
+            num_experts_per_tok=values.integer("expert_used_count"),
+        )
+    )
+
+
+_NAMES = gguf_names(interleaved=False)
+_BIAS = {"exp_probs_b.bias": "mlp.moe_statics.e_score_correction_bias"}
+FAMILY = Family(read_config, read_gguf, _NAMES._replace(in_layer=_NAMES.in_layer | SHARED_IN_LAYER | _BIAS))

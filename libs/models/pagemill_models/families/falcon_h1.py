@@ -17,9 +17,12 @@ from pagemill_models.declaration.declaration import (
     ResidualSpec,
 )
 from pagemill_models.declaration.family import Family
+from pagemill_models.declaration.gguf_config import GGUFConfig
+from pagemill_models.declaration.gguf_values import HEAD, GGUFValues
 from pagemill_models.declaration.parts import linear
-from pagemill_models.families.llama_like import decoder, mlp, numbers_from_config
-from pagemill_models.families.mamba2 import state_space_from_config
+from pagemill_models.families.llama_like import decoder, gguf_names, mlp, numbers_from_config
+from pagemill_models.families.mamba2 import gguf_keys, state_space_from_config, with_state_spaces
+from pagemill_models.files.missing_values import warn_once
 
 
 def read_config(config: ConfigValues) -> DecoderSpec:
@@ -29,7 +32,6 @@ def read_config(config: ConfigValues) -> DecoderSpec:
         numbers, attention_bias=biased, attention_output_bias=biased, mlp_bias=config.flag("mlp_bias", False)
     )
     size, eps = numbers.hidden_size, numbers.rms_norm_eps
-    inner = config.size("mamba_d_ssm", default=1024) if config.has("mamba_d_ssm") else None
     scales = config.numbers("ssm_multipliers", (1.0,) * 5)
     gate, down = config.numbers("mlp_multipliers", (1.0, 1.0))
     if gate != 1 and (numbers.mlp_bias or not gate > 0):
@@ -45,7 +47,7 @@ def read_config(config: ConfigValues) -> DecoderSpec:
         name, (first, second) = plain.name, plain.norms()
         attention = next(plain.blocks())
         assert isinstance(attention, AttentionSpec)
-        space = state_space_from_config(config, f"{name}.mamba", eps=eps, inner=inner)
+        space = state_space_from_config(config, f"{name}.mamba", eps=eps)
         space = replace(
             space,
             output=linear(
@@ -75,4 +77,30 @@ def read_config(config: ConfigValues) -> DecoderSpec:
     )
 
 
-FAMILY = Family(read_config)
+def read_gguf(values: GGUFValues) -> DecoderSpec:
+    """Declare a GGUF file's decoder: converters multiply matrices by the multipliers, but for a tied head's own."""
+    if not values.has(HEAD):
+        warn_once(
+            f"`{values.file.path}` has no `{HEAD}`, so that it lacks the multiplier of its logits: 1 is used. Answers "
+            "differ at a temperature. Convert a model whose head is its own, or serve the folder."
+        )
+    config = GGUFConfig(
+        values,
+        projectors_bias=values.has("blk.0.ssm_out.bias"),
+        mamba_rms_norm=values.has("blk.0.ssm_norm.weight"),
+        mamba_norm_before_gate=False,
+        **gguf_keys(values),
+    )
+    return replace(read_config(config), folded=True)
+
+
+_NAMES = gguf_names(interleaved=False)
+_IN_LAYER = {
+    **dict.fromkeys(("ffn_norm", "ffn_norm.weight"), "pre_ff_layernorm.weight"),
+    "ffn_gate": "feed_forward.gate_proj",
+    "ffn_up": "feed_forward.up_proj",
+    "ffn_down": "feed_forward.down_proj",
+}
+_OUTSIDE = _NAMES.outside_layers | {"output_norm.weight": "model.final_layernorm.weight"}
+GGUF_NAMES = with_state_spaces(_NAMES._replace(outside_layers=_OUTSIDE, folded=True), "mamba", _IN_LAYER)
+FAMILY = Family(read_config, read_gguf, GGUF_NAMES)

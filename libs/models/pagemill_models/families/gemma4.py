@@ -23,11 +23,13 @@ from pagemill_models.declaration.declaration import (
     RopeSpec,
 )
 from pagemill_models.declaration.family import Family
+from pagemill_models.declaration.gguf_config import GGUFConfig
+from pagemill_models.declaration.gguf_values import GGUFValues
 from pagemill_models.declaration.parts import linear
 from pagemill_models.declaration.rope_scaling import ProportionalScaling
 from pagemill_models.families.gemma2 import WINDOWED
 from pagemill_models.families.gemma3 import DEFAULT_PATTERN, FULL, local_rope
-from pagemill_models.families.llama_like import Numbers, decoder, numbers_from_config
+from pagemill_models.families.llama_like import Numbers, decoder, gguf_names, numbers_from_config
 from pagemill_models.families.moe import Mixture, gated_mlp, mixture, stored_together
 
 _PARTS = ("gate_proj", "up_proj", "down_proj")
@@ -257,4 +259,63 @@ def _feed_forward(text: _Text, name: str, index: int) -> ResidualSpec:
     return ResidualSpec(branches, sum_norm=behind)
 
 
-FAMILY = Family(read_config)
+def read_gguf(values: GGUFValues) -> DecoderSpec:
+    num_layers = values.size("num_layers", "block_count")
+    kinds = values.layer_types() or []
+    if len(kinds) != num_layers or {*kinds} != {WINDOWED, FULL}:
+        raise values.wrong(
+            "attention.sliding_window_pattern", kinds, f"a list of {num_layers}, of both kinds of layers"
+        )
+    first = {kind: kinds.index(kind) for kind in (WINDOWED, FULL)}
+    widths = values.by_layer("feed_forward_length", num_layers)
+    num_kv_heads = values.by_layer("attention.head_count_kv", num_layers)
+    num_experts = values.integer("expert_count", 0)
+    config = GGUFConfig(
+        values,
+        attention_k_eq_v=not values.has(f"blk.{first[FULL]}.attn_v.weight"),
+        enable_moe_block=num_experts > 0,
+        final_logit_softcapping=values.number("final_logit_softcapping", 0.0) or None,
+        global_head_dim=values.size("head_dim", "attention.key_length"),
+        head_dim=values.size("head_dim", "attention.key_length_swa"),
+        hidden_size_per_layer_input=values.integer("embedding_length_per_layer_input", 0),
+        intermediate_size=widths[0],
+        layer_types=kinds,
+        moe_intermediate_size=values.integer("expert_feed_forward_length", 0),
+        num_experts=num_experts,
+        num_global_key_value_heads=num_kv_heads[first[FULL]],
+        num_key_value_heads=num_kv_heads[first[WINDOWED]],
+        num_kv_shared_layers=values.integer("attention.shared_kv_layers", 0),
+        rope_local_base_freq=values.number("rope.freq_base_swa", 10_000.0),
+        rope_parameters={FULL: {}},
+        top_k_experts=values.integer("expert_used_count", 0),
+        use_double_wide_mlp=widths[-1] != widths[0],
+        vocab_size_per_layer_input=values.rows(
+            "vocab_size", "per_layer_token_embd.weight", default=values.vocab_size()
+        ),
+    )
+    return read_config(config)
+
+
+_IN_LAYER = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    **{f"post_ffw_norm{which}": f"post_feedforward_layernorm{which}" for which in ("", "_1", "_2")},
+    "ffn_gate_inp": "router.proj",
+    "ffn_gate_inp.scale": "router.scale",
+    "ffn_gate_up_exps": "experts.*.gate_up_proj",
+    "ffn_down_exps": "experts.*.down_proj",
+    "ffn_down_exps.scale": "router.per_expert_scale",
+    "layer_output_scale.weight": "layer_scalar",
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+}
+_OUTSIDE = {
+    "per_layer_token_embd.weight": "model.embed_tokens_per_layer.weight",
+    "per_layer_model_proj.weight": "model.per_layer_model_projection.weight",
+    "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight",
+}
+_NAMES = gguf_names(interleaved=False)
+GGUF_NAMES = _NAMES._replace(in_layer=_NAMES.in_layer | _IN_LAYER, outside_layers=_NAMES.outside_layers | _OUTSIDE)
+FAMILY = Family(read_config, read_gguf, GGUF_NAMES)

@@ -6,8 +6,10 @@ from pagemill_models.declaration.changes import replace
 from pagemill_models.declaration.config_values import ConfigValues
 from pagemill_models.declaration.declaration import DecoderSpec
 from pagemill_models.declaration.family import Family
-from pagemill_models.families.deepseek_v3 import sigmoid_gating
-from pagemill_models.families.llama_like import decoder, numbers_from_config
+from pagemill_models.declaration.gguf_config import GGUFConfig
+from pagemill_models.declaration.gguf_values import GGUFValues
+from pagemill_models.families.deepseek_v3 import SHARED_IN_LAYER, SIGMOID, sigmoid_gating
+from pagemill_models.families.llama_like import decoder, gguf_names, numbers_from_config
 from pagemill_models.families.moe import (
     mixture_from_config,
     num_drafting,
@@ -44,4 +46,29 @@ def read_config(config: ConfigValues) -> DecoderSpec:
     return with_drafting(spec, numbers.num_layers, drafting)
 
 
-FAMILY = Family(read_config)
+def read_gguf(values: GGUFValues) -> DecoderSpec:
+    config = GGUFConfig(
+        values,
+        first_k_dense_replace=values.integer("leading_dense_block_count", 0),
+        moe_intermediate_size=values.integer("expert_feed_forward_length"),
+        n_group=values.integer("expert_group_count", 1),
+        n_routed_experts=values.integer("expert_count"),
+        n_shared_experts=values.integer("expert_shared_count", 1),
+        norm_topk_prob=values.flag("expert_weights_norm", True),
+        num_experts_per_tok=values.integer("expert_used_count"),
+        routed_scaling_factor=values.number("expert_weights_scale", 1.0),
+        topk_group=values.integer("expert_group_used_count", 1),
+        use_qk_norm=values.has("blk.0.attn_q_norm.weight"),
+    )
+    if values.integer("expert_gating_func", SIGMOID) != SIGMOID:
+        raise values.unsupported("experts that are not chosen by sigmoids")
+    return read_config(config)
+
+
+_IN_LAYER = {
+    "post_attention_norm": "post_attention_layernorm",
+    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+}
+_NAMES = gguf_names(interleaved=False)
+GGUF_NAMES = _NAMES._replace(in_layer=_NAMES.in_layer | SHARED_IN_LAYER | _IN_LAYER)
+FAMILY = Family(read_config, read_gguf, GGUF_NAMES)

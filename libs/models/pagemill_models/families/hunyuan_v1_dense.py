@@ -46,4 +46,5 @@ def read_gguf(values: GGUFValues) -> DecoderSpec:
 
 _NAMES = gguf_names(interleaved=False)
 _NORMS = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
-FAMILY = Family(read_config, read_gguf, _NAMES._replace(in_layer=_NAMES.in_layer | _NORMS))
+GGUF_NAMES = _NAMES._replace(in_layer=_NAMES.in_layer | _NORMS)
+FAMILY = Family(read_config, read_gguf, GGUF_NAMES)

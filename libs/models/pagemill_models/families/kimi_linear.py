@@ -10,11 +10,13 @@ from pagemill_models.declaration.changes import replace
 from pagemill_models.declaration.config_values import ConfigValues
 from pagemill_models.declaration.declaration import BlockSpec, DecoderSpec, LayerSpec, NormSpec
 from pagemill_models.declaration.family import Family
+from pagemill_models.declaration.gguf_config import GGUFConfig
+from pagemill_models.declaration.gguf_values import GGUFValues
 from pagemill_models.declaration.parts import linear, sequential
 from pagemill_models.families.deepseek_v2 import latent_attention
-from pagemill_models.families.deepseek_v3 import sigmoid_gating
+from pagemill_models.families.deepseek_v3 import GGUF_NAMES, SIGMOID, latent_keys, sigmoid_gating
 from pagemill_models.families.llama_like import Numbers, decoder, numbers_from_config
-from pagemill_models.families.mamba2 import FULL, RECURRENT, kinds_of_layers
+from pagemill_models.families.mamba2 import FULL, RECURRENT, gguf_kinds, kinds_of_layers
 from pagemill_models.families.moe import mixture_from_config, with_shared_experts
 
 DENSE, SPARSE = "dense", "sparse"
@@ -132,4 +134,39 @@ def _delta_rule(config: ConfigValues, name: str, numbers: Numbers) -> ChannelDel
     )
 
 
-FAMILY = Family(read_config)
+def read_gguf(values: GGUFValues) -> DecoderSpec:
+    num_kv_heads, kinds = gguf_kinds(values)
+    head_dim = values.size("head_dim", "kda.head_dim")
+    rank = next((f"blk.{index}.ssm_dt.bias" for index, kind in enumerate(kinds) if kind == RECURRENT), "")
+    own = {
+        **latent_keys(values, f"blk.{kinds.index(FULL)}"),
+        "num_key_value_heads": num_kv_heads,
+        "layer_types": kinds,
+        "linear_conv_kernel_dim": values.integer("ssm.conv_kernel"),
+        "linear_head_dim": head_dim,
+        "linear_num_heads": values.rows("num_rows", rank, default=head_dim) // head_dim,
+        "norm_topk_prob": values.flag("expert_weights_norm", True),
+    }
+    if values.integer("expert_gating_func", SIGMOID) != SIGMOID:
+        raise values.unsupported("experts that are not chosen by sigmoids")
+    return read_config(GGUFConfig(values, **own))
+
+
+_OF_RULE = {
+    **{f"ssm_conv1d_{part}": f"{part}_conv1d" for part in "qkv"},
+    **{f"ssm_f_{part}": f"forget_gate.f_{part}_proj" for part in "ab"},
+    **{f"ssm_g_{part}": f"g_{part}_proj" for part in "ab"},
+    "ssm_a": "forget_gate.A_log",
+    "ssm_dt.bias": "forget_gate.dt_bias",
+    "ssm_beta": "b_proj",
+    "ssm_norm": "o_norm",
+}
+_EXPERTS = dict(zip(("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"), PARTS, strict=True))
+_NAMES = GGUF_NAMES._replace(
+    in_layer=GGUF_NAMES.in_layer
+    | {short: f"mlp.experts.*.{part}" for short, part in _EXPERTS.items()}
+    | {short: f"self_attn.{name}" for short, name in _OF_RULE.items()},
+    shapes={**{f"ssm_conv1d_{part}.weight": (-1, 1, 0) for part in "qkv"}, "ssm_a": (1, 1, -1, 1)},
+    logarithms=("ssm_a",),
+)
+FAMILY = Family(read_config, read_gguf, _NAMES)

@@ -20,11 +20,11 @@ from pagemill_models.declaration.declaration import (
 from pagemill_models.declaration.family import Family, GGUFNames
 from pagemill_models.declaration.gguf_config import GGUFConfig
 from pagemill_models.declaration.gguf_values import HEAD, GGUFValues
-from pagemill_models.declaration.limits import check_size
 from pagemill_models.declaration.parts import head_size, linear, sequential
+from pagemill_models.families.mamba2 import FULL, gguf_kinds
 from pagemill_models.families.moe import gated_mlp
 
-FULL, CONVOLUTION = "full_attention", "conv"
+CONVOLUTION = "conv"
 PARTS = ("w1", "w3", "w2")
 """Names of an MLP's gate, up and down projection."""
 
@@ -122,21 +122,17 @@ def convolution(config: ConfigValues, name: str, size: int) -> ShortConvolutionS
 def gguf_config(values: GGUFValues, **own: Any) -> tuple[GGUFConfig, list[str]]:
     """Return the metadata as that of `config.json`, and the kind of each layer: those of convolutions have no heads of
     keys and values. `own`: further keys."""
-    num_layers = values.size("num_layers", "block_count")
-    heads = values.by_layer("attention.head_count_kv", num_layers)
-    counts = {count for count in heads if count}
-    if len(counts) != 1:
-        raise values.wrong("attention.head_count_kv", heads, "one number for the layers with attention, 0 for others")
+    num_kv_heads, kinds = gguf_kinds(values)
     config = GGUFConfig(
         values,
-        num_key_value_heads=check_size(values.file.path, "num_kv_heads", counts.pop(), values.held),
+        num_key_value_heads=num_kv_heads,
         norm_eps=values.epsilon("attention.layer_norm_rms_epsilon", 1e-5),
         conv_L_cache=values.integer("shortconv.l_cache"),
-        conv_bias=any(values.has(f"blk.{index}.shortconv.conv.bias") for index in range(num_layers)),
+        conv_bias=values.has_in_layers("shortconv.conv.bias"),
         block_auto_adjust_ff_dim=False,
         **own,
     )
-    return config, [FULL if count else CONVOLUTION for count in heads]
+    return config, [FULL if kind == FULL else CONVOLUTION for kind in kinds]
 
 
 def read_gguf(values: GGUFValues) -> DecoderSpec:
@@ -175,6 +171,6 @@ GGUF_NAMES = GGUFNames(
         HEAD: "lm_head.weight",
     },
     {},
-    convolutions=("shortconv.conv",),
+    shapes={"shortconv.conv.weight": (-1, 1, 0)},
 )
 FAMILY = Family(read_config, read_gguf, GGUF_NAMES)

@@ -32,12 +32,11 @@ def read_config(config: ConfigValues) -> DecoderSpec:
 def read_gguf(values: GGUFValues) -> DecoderSpec:
     if values.integer("expert_gating_func", SIGMOID) != SIGMOID:
         raise values.unsupported("experts that are not chosen by sigmoids")
-    num_layers = values.size("num_layers", "block_count")
     config, kinds = gguf_config(
         values,
         num_dense_layers=values.integer("leading_dense_block_count", 0),
         routed_scaling_factor=values.number("expert_weights_scale", 1.0),
-        use_expert_bias=any(values.has(f"blk.{index}.exp_probs_b.bias") for index in range(num_layers)),
+        use_expert_bias=values.has_in_layers("exp_probs_b.bias"),
     )
     renormalized = values.flag("expert_weights_norm", True)
     return _sparse(

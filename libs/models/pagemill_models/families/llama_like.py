@@ -195,6 +195,12 @@ def gguf_names(interleaved: bool) -> GGUFNames:
         "ffn_gate": "mlp.gate_proj",
         "ffn_up": "mlp.up_proj",
         "ffn_down": "mlp.down_proj",
+        "nextn.eh_proj": "eh_proj",
+        "nextn.enorm": "enorm",
+        "nextn.hnorm": "hnorm",
+        "nextn.shared_head_norm": "shared_head.norm",
+        "nextn.shared_head_head": "shared_head.head",
+        "nextn.embed_tokens": "embed_tokens",
     }
     outside_layers = {
         "token_embd.weight": "model.embed_tokens.weight",

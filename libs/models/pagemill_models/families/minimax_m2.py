@@ -6,7 +6,9 @@ from pagemill_models.declaration.changes import replace, with_attention
 from pagemill_models.declaration.config_values import ConfigValues
 from pagemill_models.declaration.declaration import DecoderSpec, GatingSpec, LayerSpec, MoESpec
 from pagemill_models.declaration.family import Family
-from pagemill_models.families.llama_like import decoder, numbers_from_config
+from pagemill_models.declaration.gguf_config import GGUFConfig
+from pagemill_models.declaration.gguf_values import GGUFValues
+from pagemill_models.families.llama_like import decoder, gguf_names, numbers_from_config
 from pagemill_models.families.moe import mixture, mixture_from_config, num_drafting, with_drafting, with_experts
 from pagemill_models.families.olmo2 import whole_norms
 
@@ -34,4 +36,23 @@ def read_config(config: ConfigValues) -> DecoderSpec:
     return with_drafting(spec, numbers.num_layers, drafting)
 
 
-FAMILY = Family(read_config)
+def read_gguf(values: GGUFValues) -> DecoderSpec:
+    return read_config(
+        GGUFConfig(
+            values,
+            intermediate_size=values.integer("expert_feed_forward_length"),
+            num_experts_per_tok=values.integer("expert_used_count"),
+            num_local_experts=values.integer("expert_count"),
+        )
+    )
+
+
+_IN_LAYER = {
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "ffn_gate_exps": "block_sparse_moe.experts.*.w1",
+    "ffn_up_exps": "block_sparse_moe.experts.*.w3",
+    "ffn_down_exps": "block_sparse_moe.experts.*.w2",
+    "exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias",
+}
+_NAMES = gguf_names(interleaved=False)
+FAMILY = Family(read_config, read_gguf, _NAMES._replace(in_layer=_NAMES.in_layer | _IN_LAYER))

@@ -6,7 +6,9 @@ from pagemill_models.declaration.changes import replace, with_attention
 from pagemill_models.declaration.config_values import ConfigValues
 from pagemill_models.declaration.declaration import DecoderSpec
 from pagemill_models.declaration.family import Family
-from pagemill_models.families.llama_like import decoder, numbers_from_config
+from pagemill_models.declaration.gguf_config import GGUFConfig
+from pagemill_models.declaration.gguf_values import GGUFValues
+from pagemill_models.families.llama_like import decoder, gguf_names, numbers_from_config
 
 
 def read_config(config: ConfigValues) -> DecoderSpec:
@@ -16,4 +18,9 @@ def read_config(config: ConfigValues) -> DecoderSpec:
     return with_attention(plain, lambda _, spec: replace(spec, query_growth=growth))
 
 
-FAMILY = Family(read_config)
+def read_gguf(values: GGUFValues) -> DecoderSpec:
+    """Declare a GGUF file's decoder: this family's, or that of a Mistral in a multimodal model."""
+    return read_config(GGUFConfig(values))
+
+
+FAMILY = Family(read_config, read_gguf, gguf_names(interleaved=True))

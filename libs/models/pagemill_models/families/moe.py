@@ -33,8 +33,11 @@ GGUF_IN_LAYER = {
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_up_exps": "mlp.experts.*.gate_up_proj",
 }
 """Added to those of `llama_like.gguf_names`."""
+ONE_ROW = {"ffn_gate_inp_shexp.weight": (1, -1)}
+"""Shape of a matrix that files store as a vector."""
 
 
 class Mixture(msgspec.Struct, frozen=True, kw_only=True):

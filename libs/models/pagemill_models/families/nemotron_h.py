@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from pagemill_models.declaration.changes import replace
 from pagemill_models.declaration.config_values import ConfigValues
 from pagemill_models.declaration.declaration import (
     AttentionSpec,
@@ -20,9 +21,20 @@ from pagemill_models.declaration.declaration import (
     SharedExpertSpec,
 )
 from pagemill_models.declaration.family import Family
+from pagemill_models.declaration.gguf_config import GGUFConfig
+from pagemill_models.declaration.gguf_values import GGUFValues
 from pagemill_models.declaration.parts import linear, plain_mlp, sequential
 from pagemill_models.families.deepseek_v3 import sigmoid_gating
-from pagemill_models.families.mamba2 import FULL, RECURRENT, kinds_of_layers, state_space
+from pagemill_models.families.llama_like import gguf_names
+from pagemill_models.families.mamba2 import (
+    FULL,
+    RECURRENT,
+    gguf_keys,
+    gguf_kinds,
+    kinds_of_layers,
+    state_space,
+    with_state_spaces,
+)
 from pagemill_models.families.moe import mixture_from_config
 
 MLP, EXPERTS = "mlp", "moe"
@@ -144,11 +156,11 @@ def _experts(config: ConfigValues) -> Callable[[str], BlockSpec]:
     renormalized = config.flag("norm_topk_prob", True)
     numbers = mixture_from_config(config, size_key="moe_intermediate_size", renormalized=renormalized)
     gating = sigmoid_gating(config, numbers, default=(1, 1), scale=1.0)
-    if config.in_use("moe_latent_size"):
-        raise config.unsupported("experts that read a projection of hidden states (`moe_latent_size`)")
     activation = config.activation("mlp_hidden_act", default="relu2")
     size, inner = numbers.hidden_size, numbers.intermediate_size
     shared = config.size("moe_shared_expert_intermediate_size", default=7688)
+    latent = config.size("hidden_size", "moe_latent_size") if config.has("moe_latent_size") else None
+    biased, width = config.flag("mlp_bias", False), latent or size
 
     def block(name: str) -> MoESpec:
         experts = (f"{name}.experts.{index}" for index in range(numbers.num_experts))
@@ -156,7 +168,9 @@ def _experts(config: ConfigValues) -> Callable[[str], BlockSpec]:
             router=linear(size, (f"{name}.gate", numbers.num_experts)),
             experts=tuple(
                 plain_mlp(
-                    linear(size, (f"{expert}.up_proj", inner)), linear(inner, (f"{expert}.down_proj", size)), activation
+                    linear(width, (f"{expert}.up_proj", inner)),
+                    linear(inner, (f"{expert}.down_proj", width)),
+                    activation,
                 )
                 for expert in experts
             ),
@@ -164,9 +178,76 @@ def _experts(config: ConfigValues) -> Callable[[str], BlockSpec]:
             renormalized=renormalized,
             shared=SharedExpertSpec(mlp=_mlp(config, f"{name}.shared_experts", shared)),
             gating=gating(name),
+            before=None if latent is None else linear(size, (f"{name}.fc1_latent_proj", latent), bias=biased),
+            behind=None if latent is None else linear(latent, (f"{name}.fc2_latent_proj", size), bias=biased),
         )
 
     return block
 
 
-FAMILY = Family(read_config)
+def read_gguf(values: GGUFValues) -> DecoderSpec:
+    """Declare a GGUF file's decoder: layers without key heads and inner values are recurrent."""
+    drafting, num_layers = values.drafting(), values.size("num_layers", "block_count")
+    num_kv_heads, mixers = gguf_kinds(values)
+    widths = values.by_layer("feed_forward_length", num_layers)
+    sparse = values.integer("expert_count", 0) > 0
+    kinds = [
+        mixer if mixer == FULL or not width else EXPERTS if sparse else MLP
+        for mixer, width in zip(mixers, widths, strict=True)
+    ][: num_layers - drafting]
+    of_experts = {
+        "moe_intermediate_size": values.integer("expert_feed_forward_length", 0),
+        "moe_latent_size": values.integer("moe_latent_size", 0) or None,
+        "moe_shared_expert_intermediate_size": values.integer("expert_shared_feed_forward_length", 0),
+        "n_group": values.integer("expert_group_count", 1),
+        "n_routed_experts": values.integer("expert_count", 0),
+        "norm_topk_prob": values.flag("expert_weights_norm", True),
+        "num_experts_per_tok": values.integer("expert_used_count", 0),
+        "routed_scaling_factor": values.number("expert_weights_scale", 1.0),
+        "topk_group": values.integer("expert_group_used_count", 1),
+    }
+    spaces = gguf_keys(values)
+    config = GGUFConfig(
+        values,
+        **(of_experts if sparse else {}),
+        intermediate_size=max(widths) or None,
+        layer_norm_epsilon=values.epsilon("attention.layer_norm_rms_epsilon", 1e-5),
+        layers_block_type=kinds,
+        mamba_head_dim=spaces["mamba_d_head"],
+        mamba_num_heads=spaces["mamba_n_heads"],
+        mlp_bias=values.has_in_layers("ffn_up.bias"),
+        n_groups=spaces["mamba_n_groups"],
+        num_key_value_heads=num_kv_heads,
+        ssm_state_size=spaces["mamba_d_state"],
+        conv_kernel=spaces["mamba_d_conv"],
+        use_bias=spaces["mamba_proj_bias"],
+        use_conv_bias=spaces["mamba_conv_bias"],
+    )
+    # A block that drafts has attention and experts, and is not run.
+    drafts = tuple(
+        f"{prefix}.{number}." for number in range(len(kinds), num_layers) for prefix in ("model.layers", "blk")
+    )
+    return replace(read_config(config), ignored_layers=drafts)
+
+
+_IN_LAYER = {
+    "attn_norm": "norm",
+    "attn_q": "mixer.q_proj",
+    "attn_k": "mixer.k_proj",
+    "attn_v": "mixer.v_proj",
+    "attn_output": "mixer.o_proj",
+    "ffn_up": "mixer.up_proj",
+    "ffn_down": "mixer.down_proj",
+    "ffn_gate_inp": "mixer.gate",
+    "exp_probs_b.bias": "mixer.gate.e_score_correction_bias",
+    "ffn_up_exps": "mixer.experts.*.up_proj",
+    "ffn_down_exps": "mixer.experts.*.down_proj",
+    "ffn_up_shexp": "mixer.shared_experts.up_proj",
+    "ffn_down_shexp": "mixer.shared_experts.down_proj",
+    "ffn_latent_down": "mixer.fc1_latent_proj",
+    "ffn_latent_up": "mixer.fc2_latent_proj",
+}
+_NAMES = gguf_names(interleaved=True)
+_OUTSIDE = {"token_embd.weight": "model.embeddings.weight", "output_norm.weight": "model.norm_f.weight"}
+GGUF_NAMES = with_state_spaces(_NAMES._replace(outside_layers=_NAMES.outside_layers | _OUTSIDE), "mixer", _IN_LAYER)
+FAMILY = Family(read_config, read_gguf, GGUF_NAMES)

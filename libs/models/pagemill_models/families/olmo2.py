@@ -12,10 +12,13 @@ from pagemill_models.declaration.declaration import (
     LayerSpec,
     NormSpec,
     ResidualSpec,
+    RopeSpec,
 )
 from pagemill_models.declaration.family import Family
 from pagemill_models.declaration.gguf_config import GGUFConfig
 from pagemill_models.declaration.gguf_values import GGUFValues
+from pagemill_models.declaration.rope_settings import DEFAULT_THETA
+from pagemill_models.families.gemma3 import FULL, WINDOWED
 from pagemill_models.families.llama_like import Numbers, decoder, gguf_names, numbers_from_config
 
 
@@ -24,6 +27,22 @@ def read_config(config: ConfigValues) -> DecoderSpec:
     biased = config.flag("attention_bias", False)
     plain = decoder(replace(numbers, attention_bias=biased, attention_output_bias=biased))
     return with_norms_behind(plain, numbers)
+
+
+def read_windowed(config: ConfigValues) -> DecoderSpec:
+    """Declare an OLMo 3: a window in three of four layers, which no scaling of positions concerns."""
+    numbers = numbers_from_config(config, default_context=2048, rope_kind=FULL)
+    biased = config.flag("attention_bias", False)
+    windowed = config.windowed_layers(numbers.num_layers)
+    numbers = replace(
+        numbers.with_window(config.window(), windowed), attention_bias=biased, attention_output_bias=biased
+    )
+    if WINDOWED in config.object("rope_parameters"):
+        local = config.rope(numbers.head_dim, numbers.max_position_embeddings, kind=WINDOWED)
+    else:
+        local = RopeSpec(theta=config.number("rope_local_base_freq", default=500_000.0), rotary_dim=numbers.head_dim)
+    plain = with_norms_behind(decoder(numbers), numbers)
+    return with_attention(plain, lambda index, spec: replace(spec, rope=local) if index in windowed else spec)
 
 
 def with_norms_behind(plain: DecoderSpec, numbers: Numbers) -> DecoderSpec:
@@ -63,9 +82,10 @@ def _norm(name: str, size: int, numbers: Numbers) -> NormSpec:
 
 
 def read_gguf(values: GGUFValues) -> DecoderSpec:
-    if values.window() is not None:
-        raise values.unsupported("a sliding window (OLMo 3)")
-    return read_config(GGUFConfig(values))
+    if values.window() is None:
+        return read_config(GGUFConfig(values))
+    theta = values.number("rope.freq_base", DEFAULT_THETA)
+    return read_windowed(GGUFConfig(values, layer_types=values.layer_types(), rope_local_base_freq=theta))
 
 
 _BEHIND = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}

@@ -17,6 +17,8 @@ RENAMED = {
     ".attention_layer_norm.": ".input_layernorm.",
     ".feedforward_layer_norm.": ".post_attention_layernorm.",
 }
+DRAFTING = "mtp."
+"""Prefix of layers that draft further tokens, which are not run."""
 GATED_EPS = 1e-5
 """Epsilon of the gated norms, regardless of `rms_norm_eps`."""
 
@@ -45,7 +47,8 @@ def read_config(config: ConfigValues) -> DecoderSpec:
         return layer_with_norms_behind(plain, (normed, mlp), numbers)
 
     plain = decoder(numbers)
-    return replace(plain, layers=tuple(map(layer, plain.layers, kinds)), renamed=RENAMED)
+    layers = tuple(map(layer, plain.layers, kinds))
+    return replace(plain, layers=layers, renamed=RENAMED, ignored_layers=(DRAFTING,))
 
 
 def _default_kinds(num_layers: int) -> list[str]:

@@ -14,6 +14,7 @@ from pagemill_models.declaration.parts import linear
 from pagemill_models.families.llama_like import decoder, gguf_names, numbers_from_config, numbers_from_gguf
 from pagemill_models.families.moe import (
     GGUF_IN_LAYER,
+    ONE_ROW,
     Mixture,
     gated_mlp,
     mixture,
@@ -75,4 +76,4 @@ def read_gguf(values: GGUFValues) -> DecoderSpec:
 
 
 NAMES = gguf_names(interleaved=False)
-FAMILY = Family(read_config, read_gguf, NAMES._replace(in_layer=NAMES.in_layer | GGUF_IN_LAYER))
+FAMILY = Family(read_config, read_gguf, NAMES._replace(in_layer=NAMES.in_layer | GGUF_IN_LAYER, shapes=ONE_ROW))

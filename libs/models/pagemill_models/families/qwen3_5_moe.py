@@ -5,10 +5,12 @@ from __future__ import annotations
 from pagemill_models.declaration.config_values import ConfigValues
 from pagemill_models.declaration.declaration import DecoderSpec
 from pagemill_models.declaration.family import Family
+from pagemill_models.declaration.gguf_values import GGUFValues
 from pagemill_models.families.llama_like import numbers_from_config
 from pagemill_models.families.moe import mixture_from_config
 from pagemill_models.families.qwen2_moe import with_shared
-from pagemill_models.families.qwen3_next import PARTIAL, hybrid
+from pagemill_models.families.qwen3_5 import GGUF_NAMES
+from pagemill_models.families.qwen3_next import PARTIAL, gguf_experts, gguf_hybrid, hybrid, inner_size
 
 SIZE = "moe_intermediate_size"
 
@@ -19,7 +21,11 @@ def read_config(config: ConfigValues) -> DecoderSpec:
     )
     experts = mixture_from_config(config, size_key=SIZE, renormalized=True)
     shared_size = config.size("shared_expert_intermediate_size", default=512)
-    return hybrid(config, numbers, grouped=False, block_of=lambda _, layer: with_shared(experts, shared_size, layer))
+    return hybrid(config, numbers, block_of=lambda _, layer: with_shared(experts, shared_size, layer))
 
 
-FAMILY = Family(read_config)
+def read_gguf(values: GGUFValues) -> DecoderSpec:
+    return gguf_hybrid(values, block_of=gguf_experts(values), **inner_size(values))
+
+
+FAMILY = Family(read_config, read_gguf, GGUF_NAMES)

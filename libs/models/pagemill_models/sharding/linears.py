@@ -25,6 +25,7 @@ Role = Literal[
     "qkv", "head_gates", "state_inputs", "state_rates", "state_decay_down", "state_decay_up", "state_gate_down",
     "state_gate_up", "query_down", "query", "latent_down", "latent_up", "output",
     "up", "down", "router", "expert_up", "expert_down", "shared_up", "shared_down", "shared_gate",
+    "before_experts", "behind_experts",
     "embedding", "embedding_projection", "layer_inputs", "layer_projection", "head_projection", "head", "classifier",
 ]  # fmt: skip
 Split = Literal["rows", "columns", "vocabulary", "whole"]
@@ -51,6 +52,8 @@ SPLITS: dict[Role, Split] = {
     "shared_up": "rows",
     "shared_down": "columns",
     "shared_gate": "whole",
+    "before_experts": "whole",
+    "behind_experts": "whole",
     "embedding": "vocabulary",
     "embedding_projection": "whole",
     "layer_inputs": "vocabulary",
@@ -150,6 +153,9 @@ def _of_experts(block: MoESpec) -> Iterator[tuple[Role, LinearSpec, int | None]]
         yield "shared_down", block.shared.mlp.down, None
         if block.shared.gate is not None:
             yield "shared_gate", block.shared.gate, None
+    if block.before is not None and block.behind is not None:
+        yield "before_experts", block.before, None
+        yield "behind_experts", block.behind, None
 
 
 def _outside(decoder: DecoderSpec) -> Iterator[tuple[Role, LinearSpec]]:

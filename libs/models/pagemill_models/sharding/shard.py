@@ -322,9 +322,15 @@ class _Part:
         return replace(spec, up=self._rows(spec.up, rows), down=self._columns(spec.down, (units,)), layer_input=first)
 
     def _experts(self, spec: MoESpec) -> MoESpec:
-        shared = spec.shared
+        """Divide each expert. Its rank's part of the sum is multiplied by what is behind, so that one rank adds its
+        bias."""
+        shared, behind = spec.shared, spec.behind
+        if behind is not None:
+            parts = tuple(replace(part, bias=part.bias and self._rank == 0) for part in behind.parts)
+            behind = LinearSpec(behind.in_features, parts)
         return replace(
             spec,
+            behind=behind,
             experts=tuple(map(self._mlp, spec.experts)),
             shared=None if shared is None else replace(shared, mlp=self._mlp(shared.mlp)),
         )

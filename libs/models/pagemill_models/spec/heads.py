@@ -6,6 +6,8 @@ A head is declared as a decoder of one layer with `reads`. Whether it fits a mod
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +27,20 @@ from pagemill_models.declaration.limits import held_by
 from pagemill_models.declaration.parts import linear
 from pagemill_models.declaration.quantization_settings import quantization_bits, quantization_of
 from pagemill_models.families.llama_like import decoder, named_layer, numbers_from_config
-from pagemill_models.files.safetensors_header import read_folder_headers
+from pagemill_models.files.gguf_file import GGUFTensor
+from pagemill_models.files.safetensors_header import TensorHeader, read_folder_headers
 from pagemill_models.spec.model_spec import ModelSpec, checked
 from pagemill_models.spec.spec_from_config import check_config, read_config
+from pagemill_models.spec.spec_from_gguf import stored_gguf
 from pagemill_protocol.source_errors import UnreadableModelError
 
 EAGLE3 = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaEagle3ForCausalLM")
 """Architectures of published heads: a layer like Llama's."""
 D2T, T2D = "d2t", "t2d"
 """Of each token of the head's own vocabulary, how much larger its id is in the target's; whether a token has one."""
+
+
+_OF_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 def mtp_head(spec: ModelSpec) -> ModelSpec | None:
@@ -59,10 +66,13 @@ def stored_mtp_head(spec: ModelSpec, path: Path, *, whole: bool) -> ModelSpec | 
     """Return a model's own head with the sizes of its tensors in the files of `path`, whose headers alone are read.
     `whole`: None unless all of its tensors are there, under their plain names."""
     head = mtp_head(spec)
-    if head is None or head.decoder.reads is None or not path.is_dir():
+    if head is None or head.decoder.reads is None:
         return None
-    tensors, prefix = read_folder_headers(path), head.decoder.reads.prefix
-    if whole and not head.decoder.shapes().keys() <= tensors.keys():
+    tensors: Mapping[str, TensorHeader | GGUFTensor] = read_folder_headers(path) if path.is_dir() else stored_gguf(path)
+    prefix = head.decoder.reads.prefix
+    # A GGUF file has the matrices of all experts in one tensor.
+    wanted = (name if path.is_dir() else _OF_EXPERT.sub(".experts.*.", name) for name in head.decoder.shapes())
+    if whole and not set(wanted) <= tensors.keys():
         return None
     own = [each for name, each in tensors.items() if name.startswith(prefix) and not head.decoder.is_ignored(name)]
     return replace(

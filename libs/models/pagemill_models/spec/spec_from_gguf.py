@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 from pagemill_models.declaration.errors import contradictions
 from pagemill_models.declaration.gguf_values import EMBEDDING, ROPE_FACTORS, GGUFValues
 from pagemill_models.declaration.known import unsupported
 from pagemill_models.declaration.registry import FoundFamily, find_gguf_family
-from pagemill_models.files.gguf_file import GGMLType, GGUFError, GGUFFile
+from pagemill_models.files.gguf_file import GGMLType, GGUFError, GGUFFile, GGUFTensor
 from pagemill_models.spec.contexts import with_scaled_context
 from pagemill_models.spec.model_spec import ModelSpec
 
@@ -34,6 +35,13 @@ def spec_from_gguf(file: GGUFFile) -> ModelSpec:
         weight_bytes=sum(tensor.num_bytes for tensor in tensors.values()),
         num_parameters=sum(tensor.num_elements for name, tensor in tensors.items() if name != ROPE_FACTORS),
     )
+
+
+def stored_gguf(path: Path) -> dict[str, GGUFTensor]:
+    """Return a file's tensors by their Hugging Face names, where `*` stands for all experts. Raises `SourceError`."""
+    file = GGUFFile(path)
+    names = family_of(file)[1].family.gguf_names
+    return {name if names is None else names.hugging_face_name(name): each for name, each in file.tensors.items()}
 
 
 def family_of(file: GGUFFile) -> tuple[str, FoundFamily]:

@@ -1,7 +1,7 @@
 """Make a TokenizerBundle from a GGUF file's `tokenizer.*` metadata.
 
-Supported are byte-level BPE (`tokenizer.ggml.model` = `gpt2`) and SentencePiece BPE (`llama`). The result is in the
-JSON format of the `tokenizers` library, which does the encoding; nothing here runs per request.
+Supported are byte-level BPE (`tokenizer.ggml.model` = `gpt2`) and SentencePiece BPE (`llama`, and Gemma 4's). The
+result is in the JSON format of the `tokenizers` library, which does the encoding; nothing here runs per request.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pagemill_models.tokenizer_files.pre_tokenizers import PRE_TOKENIZERS, PreTo
 from pagemill_protocol.tokenizer_bundle import END_TOKENS, TokenizerBundle, eos_ids
 
 _PREFIX = "tokenizer.ggml."
+_SENTENCEPIECE = ("llama", "gemma4")
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 _NAMED_IDS = ("bos", "eos", "eot", "eom", "unknown", "padding", "seperator", "cls", "mask")
 """The key `seperator_token_id` is written so."""
@@ -60,10 +61,11 @@ class _Builder:
         kind = self._file.get(f"{_PREFIX}model", str)
         if kind == "gpt2":
             tokenizer, adds_bos = self._byte_level()
-        elif kind == "llama":
+        elif kind in _SENTENCEPIECE:
             tokenizer, adds_bos = self._sentencepiece()
         else:
-            raise self._error(f"the tokenizer model `{kind}` is not supported, only `gpt2` and `llama`")
+            known = f"`gpt2`, {' and '.join(f'`{each}`' for each in _SENTENCEPIECE)}"
+            raise self._error(f"the tokenizer model `{kind}` is not supported, only {known}")
         bos_id, eos_id = self._token_id("bos_token_id"), self._token_id("eos_token_id")
         if kind == "llama" and len(self._tokens) > 2:  # defaults of files without these keys
             bos_id, eos_id = (1 if bos_id is None else bos_id), (2 if eos_id is None else eos_id)

@@ -13,12 +13,25 @@ _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS_AND_REST = r"[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = _CONTRACTIONS + "|" + _WORDS_AND_REST.format(digits=r"\p{N}{1,3}")
 _QWEN2 = _CONTRACTIONS + "|" + _WORDS_AND_REST.format(digits=r"\p{N}")
+_QWEN35 = _CONTRACTIONS + (
+    r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_DEEPSEEK_V3 = (
+    r"\p{N}{1,3}",
+    r"[一-龥぀-ゟ゠-ヿ]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
 _CASED_WORDS = (
     r"[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]*[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]+{suffix}"
     r"|[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]+[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]*{suffix}"
     r"|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _TEKKEN = _CASED_WORDS.format(suffix="", digits=r"\p{N}")
+_NO_HAN = r"&&[^\p{Han}]"
+_KIMI = r"[\p{Han}]+|" + _CASED_WORDS.format(suffix=_CONTRACTIONS + "?", digits=r"\p{N}{1,3}").replace(
+    r"\p{M}]", r"\p{M}" + _NO_HAN + "]"
+).replace(r"[\r\n/]*", r"[\r\n]*")
 _GPT4O = _CASED_WORDS.format(suffix=_CONTRACTIONS + "?", digits=r"\p{N}{1,3}")
 
 
@@ -79,7 +92,14 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "lfm2": _LLAMA3_LIKE,
     "smaug-bpe": PreTokenizer((_LLAMA3,)),
     "dbrx": PreTokenizer((_LLAMA3,)),
+    "chatglm-bpe": PreTokenizer((_LLAMA3,)),
+    "glm4": PreTokenizer((_LLAMA3,)),
     "qwen2": _QWEN2_LIKE,
+    "qwen35": PreTokenizer((_QWEN35,), nfc=True),
+    "hunyuan": PreTokenizer((_QWEN2,)),
+    "deepseek-v3": PreTokenizer(_DEEPSEEK_V3),
+    "hunyuan-dense": PreTokenizer(_DEEPSEEK_V3),
+    "kimi-k2": PreTokenizer((_KIMI,)),
     "stablelm2": PreTokenizer((_QWEN2,)),
     "deepseek-r1-qwen": PreTokenizer((_QWEN2,)),
     "kormo": _QWEN2_LIKE,
@@ -87,5 +107,6 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "tekken": PreTokenizer((_TEKKEN,), ignore_merges=True, adds_bos=True),
     "gpt-4o": PreTokenizer((_GPT4O,)),
     "llama4": PreTokenizer((_GPT4O,)),
+    "minimax-m2": PreTokenizer((_GPT4O,)),
     "kanana2": PreTokenizer((_GPT4O,)),
 }
