@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from examples import num_examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tcp_ranks import tcp_groups
 
+from examples import num_examples
 from pagemill_engine.executing.ranks.divided_logits import DividedLogits
 from pagemill_engine.sampling.rows import SamplingRows
 from pagemill_engine.scheduler.step import AdmittedSequence
@@ -45,7 +45,12 @@ DECIDED: dict[str, dict[str, Any]] = {
     "no alternatives": {"logprobs": 0},
     "named tokens": {"logprob_token_ids": [0, 299, 150]},
     "everything": {
-        "logprobs": 20, "logit_bias": {9: 3.0}, "repetition_penalty": 0.8, "top_p": 0.9, "min_p": 0.01, "top_k": 60
+        "logprobs": 20,
+        "logit_bias": {9: 3.0},
+        "repetition_penalty": 0.8,
+        "top_p": 0.9,
+        "min_p": 0.01,
+        "top_k": 60,
     },
 }
 WHOLE: dict[str, dict[str, Any]] = {

@@ -166,9 +166,7 @@ class EagerRunner:
     def _prompt_logprobs(self, plan: StepPlan, inputs: StepInputs, hidden: Array) -> dict[str, list[TokenLogprobs]]:
         starts = dict(zip(inputs.request_ids, inputs.query_start_loc.tolist(), strict=False))
         pieces = list(PromptRows.of(plan.prompt_targets, starts).pieces(self._piece_rows))
-        found = []
-        for piece in pieces:
-            found.append(self._reported(hidden[piece.rows], self._adapters_of(inputs, piece.rows), piece))
+        found = [self._reported(hidden[piece.rows], self._adapters_of(inputs, piece.rows), piece) for piece in pieces]
         return by_request(plan.prompt_targets, pieces, found)
 
     def _reported(self, hidden: Array, adapters: Any, piece: PromptRows) -> Logprobs:

@@ -24,7 +24,6 @@ from pagemill_engine.executing.device.device_kv_cache import DeviceKVCache
 from pagemill_engine.executing.device.device_ranks import (
     DeviceSignals,
     FollowingDeviceRunner,
-    HostGroup,
     LeadingDeviceRunner,
 )
 from pagemill_engine.executing.device.device_runner import DeviceRunner
@@ -48,14 +47,13 @@ from pagemill_servers.process.malloc import trim_heap
 
 if TYPE_CHECKING:
     from pagemill_engine.adapters.messages import AdapterMessage
-    from pagemill_engine.starting.load_ranks import RankSettings
 
 MEETING_SECONDS = 300.0
 Made = TypeVar("Made", bound=DeviceRunner)
 
 
 def check_devices(config: EngineConfig, number: int | None = None) -> None:
-    """Raise `LoadError` if this machine has fewer devices than ranks. `number`: of its devices, if it is not counted."""
+    """Raise `LoadError` if this machine has fewer devices than ranks. `number`: of devices; None: they are counted."""
     if number is None:
         number = config.ranks_here if interpreted() else torch.cuda.device_count()
     if number < config.ranks_here:
@@ -91,9 +89,7 @@ def make_groups(
             raise
         raise LoadError("RendezvousFailed", f"Rank {rank} did not meet the others on devices: {error}") from error
     one_shot_on = device if config.nodes is None else None
-    stages = [
-        meeting.group(range(first, first + members), signals, one_shot_on) for first in range(0, size, members)
-    ]
+    stages = [meeting.group(range(first, first + members), signals, one_shot_on) for first in range(0, size, members)]
     pairs = {
         (other - members, other): meeting.group([other - members, other], signals) for other in range(members, size)
     }
@@ -136,24 +132,20 @@ def leading(
 
 
 def following(
-    settings: RankSettings,
+    config: EngineConfig,
     compute: Compute,
     spec: ModelSpec,
     part: RankPart,
     weights: WeightSource,
     info: RunnerInfo,
-    group: HostGroup,
+    meeting: Meeting,
+    signals: DeviceSignals,
     store: HeldAdapters | None,
     read_adapter: Callable[[AdapterMessage], None] | None,
-) -> tuple[FollowingDeviceRunner, DeviceSignals]:
-    """Return the runner of another rank, and its signals. Raises `LoadError`."""
-    assert settings.meeting is not None
-    meeting, signals = meeting_at(*settings.meeting), DeviceSignals(group, settings.stuck_seconds)
+) -> FollowingDeviceRunner:
+    """Return the runner of another rank. Raises `LoadError`."""
     make = partial(FollowingDeviceRunner, read_adapter=read_adapter)
-    runner = _load(
-        settings.config, compute, spec, part, settings.rank, weights, info, meeting, signals, make, store
-    )
-    return runner, signals
+    return _load(config, compute, spec, part, signals.rank, weights, info, meeting, signals, make, store)
 
 
 def _load(

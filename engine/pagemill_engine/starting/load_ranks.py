@@ -241,9 +241,13 @@ def follower_of(
             followed = FollowedAdapters(_store(config, compute, spec, part, weights), answer)
         read_adapter = None if followed is None else followed.read
         if settings.meeting is not None:
-            from pagemill_engine.starting.load_device_ranks import following
+            from pagemill_engine.starting.load_device_ranks import following, meeting_at
 
-            return following(settings, compute, spec, part, weights, info, group, followed, read_adapter)
+            meeting, signals = meeting_at(*settings.meeting), signals_of(group, settings.stuck_seconds)
+            return (
+                following(config, compute, spec, part, weights, info, meeting, signals, followed, read_adapter),
+                signals,
+            )
         logits_memory = None
         if settings.logits_file is not None:
             num_bytes = logits_bytes(config.step.max_num_seqs, spec.vocab_size)

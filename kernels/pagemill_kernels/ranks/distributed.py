@@ -4,7 +4,7 @@ Sums are gathered and added in the order of ranks, as in every group. Between de
 memory where there is some, and larger ones through NCCL's own sum, which adds in one order for all ranks as well: all
 have the same bits. Operations only queue work for a device, so that CUDA graphs can record them.
 
-Neither library ends an exchange in which another rank is missing. The rank says before each one that it comes to it, and
+Neither library ends an exchange in which another rank is missing. A rank says before each one that it comes to it, and
 looks, while it waits on the host, whether the group has ended; who waits for a device does the same (`wait_for`).
 """
 
@@ -45,7 +45,7 @@ class OneShotSums:
     """Sums over memory of all ranks that each one's device reads: one copy there, and one sum here."""
 
     def __init__(self, of_ranks: Sequence[Tensor], rank: int, meet: Callable[[int], None]) -> None:
-        """`of_ranks`: the memory of each rank, float32. `meet`: queues a barrier of all ranks, of one of two numbers."""
+        """`of_ranks`: the memory of each rank, float32. `meet`: queues a barrier of all ranks, one of two."""
         self._of_ranks, self._own, self._meet = of_ranks, of_ranks[rank], meet
         self.capacity = len(self._own)
 

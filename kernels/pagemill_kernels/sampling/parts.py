@@ -238,9 +238,7 @@ def logprobs_of(
     masses = sum((each.masses for each in parts), np.zeros(num_reports, dtype=np.int64))
     totals = np.array([math.log(max(1, int(mass)) * 2.0**-MASS_BITS) for mass in masses], dtype=np.float32)
     with np.errstate(invalid="ignore"):
-        return Logprobs(
-            values[:num_reports] - best - totals, ranks, top - best[:, None] - totals[:, None], top_ids
-        )
+        return Logprobs(values[:num_reports] - best - totals, ranks, top - best[:, None] - totals[:, None], top_ids)
 
 
 def _num_kept(

@@ -95,7 +95,9 @@ class DeviceKVCache:
         self.counts = counts
         self.kind_of = kinds_of_windows(cache_kinds, self._windows)
         """The number of the kind of the layers with each window."""
-        numbers = {layer - self._first_layer: number for number, each in enumerate(cache_kinds) for layer in each.layers}
+        numbers = {
+            layer - self._first_layer: number for number, each in enumerate(cache_kinds) for layer in each.layers
+        }
         self._kind_of_layer = [numbers.get(layer, 0) for layer in range(len(self._block_shapes))]
         self._arena = arena_of(cache_kinds, counts) if self._shares and len(cache_kinds) > 1 else None
         self.padding_blocks = list(counts)

@@ -9,7 +9,7 @@ Rank 0 alone knows which. On one node all write into one array (`ranks.shared_lo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
