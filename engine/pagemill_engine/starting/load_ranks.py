@@ -374,11 +374,11 @@ def load_part(
     if logits_memory is not None and columns is not None and part.spec.decoder.head is not None:
         assert isinstance(group, SharedMemoryGroup)
         logits = SharedLogits(logits_memory, group, spec.vocab_size, columns)
-    is_divided = isinstance(group, TcpGroup) and compute.is_native and columns is not None
+    is_divided = isinstance(group, TcpGroup) and columns is not None
     if compute.is_native:
         model = _native(part.spec, compute, weights, max_model_len, group, logits, gathers=not is_divided)
     else:
-        model = _on_torch(part.spec, compute, weights, max_model_len, group)
+        model = _on_torch(part.spec, compute, weights, max_model_len, group, gathers=not is_divided)
     if group.members < group.size:
         model = StagedModel(model, group, place)
     model = TimedModel(model, group)
@@ -411,12 +411,19 @@ def _native(
 
 
 def _on_torch(
-    spec: ModelSpec, compute: Compute, weights: WeightSource, max_model_len: int, group: ComputingGroup
+    spec: ModelSpec,
+    compute: Compute,
+    weights: WeightSource,
+    max_model_len: int,
+    group: ComputingGroup,
+    *,
+    gathers: bool,
 ) -> StepModel:
     from pagemill_engine.executing.torch_model import TorchModel, load_decoder, rotations_of
 
     rotations = rotations_of(spec, compute, weights, max_model_len)
-    return TorchModel(load_decoder(spec, compute, weights), compute.ops, rotations, group)
+    decoder = load_decoder(spec, compute, weights)
+    return TorchModel(decoder, compute.ops, rotations, group, gathers_logits=gathers)
 
 
 def _within(layers: tuple[int, ...], stage: Range) -> tuple[int, ...]:

@@ -153,7 +153,7 @@ class Meeting:
             with socket.create_server((address, 0)) as server:  # torch itself would listen everywhere
                 port, listening = server.getsockname()[1], server.detach()
         self.address, self.port = address, port
-        self._store = dist.TCPStore(  # type: ignore[call-arg]
+        self._store = dist.TCPStore(  # type: ignore[attr-defined]
             address, port, None, listening is not None, self._limit, wait_for_workers=False, master_listen_fd=listening
         )
 
@@ -190,7 +190,7 @@ class Meeting:
         """Return this rank's end of a group of some ranks; None if it is not one of them. `one_shot_on`: the device
         of this rank, if those of all of them may read each other's memory."""
         own = dist.get_rank()
-        found = dist.new_group(list(ranks), timeout=self._limit)
+        found: Any = dist.new_group(list(ranks), timeout=self._limit)
         if own not in ranks:
             return None
         on_host = dist.get_backend(found) == "gloo"
@@ -203,6 +203,7 @@ class Meeting:
             dist.distributed_c10d._abort_process_group()
 
     def close(self) -> None:
+        self.abort()  # what destroys NCCL's groups waits for ranks that may have ended
         if dist.is_initialized():
             dist.destroy_process_group()
 

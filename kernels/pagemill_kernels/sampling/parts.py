@@ -162,9 +162,9 @@ def changes_of(batch: SamplingBatch, rows: Rows, first: int, end: int) -> Change
         found = found._replace(masked=np.searchsorted(rows, masks.rows), bits=bits)
     if batch.edits is not None:
         edits = batch.edits
-        own = np.flatnonzero((edits.token_ids >= first) & (edits.token_ids < end))
-        places, token_ids = np.searchsorted(rows, edits.rows[own]), edits.token_ids[own] - first
-        found = found._replace(edited=places, edited_ids=token_ids, biases=edits.biases[own])
+        at = np.flatnonzero((edits.token_ids >= first) & (edits.token_ids < end))
+        places, token_ids = np.searchsorted(rows, edits.rows[at]), edits.token_ids[at] - first
+        found = found._replace(edited=places, edited_ids=token_ids, biases=edits.biases[at])
     if batch.penalties is not None:
         given = batch.penalties
         counts, in_prompt = (each[given.count_rows, first:end] for each in (given.in_output, given.in_prompt))
@@ -219,7 +219,8 @@ def part_of_reports(own: Floats, first: int, best: Floats, width: int, asked: tu
 
 def num_above(own: Floats, values: Floats) -> NDArray[np.int64]:
     """Return how many logits of each row of a part are above a value."""
-    return np.count_nonzero(own > values[:, None], axis=1).astype(np.int64)
+    counts: NDArray[np.int64] = (own > values[:, None]).sum(axis=1, dtype=np.int64)
+    return counts
 
 
 def logprobs_of(

@@ -21,6 +21,7 @@ import pytest
 import torch
 from device_rank import Plan, ReplayRecorder
 from hung_processes import hang
+from node_engine import NodeProcess, load_first, node_config, of_node
 from oracle_proposer import oracle
 from ranked_engine import BASE, SETTINGS, Engine, prompts_of, saved
 from triton_device import DEVICE
@@ -152,6 +153,30 @@ def test_recorded_steps_contain_the_exchanges(
     engine = Engine(runner, pipeline_parallel_size=stages)
     assert engine.run(prompts_of(1)[:3], SHORT) == expected
     assert recorder.num_run > 3
+
+
+@pytest.mark.full
+def test_devices_of_two_nodes_give_the_tokens_of_one_and_name_the_node_that_ends(
+    llama_folder: Path, tmp_path: Path, runner_loader: Any
+) -> None:
+    if DEVICE.type == "cuda":
+        pytest.skip("each node needs a GPU of its own")
+    single = runner_loader(llama_folder, **DEVICES)
+    expected = Engine(single).run(prompts_of(1)[:3], SHORT)
+    single.close()
+    config = node_config(llama_folder, 2, device="cuda")
+    node = NodeProcess(tmp_path, of_node(config, 1))
+    runner = load_first(config)
+    try:
+        engine = Engine(runner)
+        assert engine.run(prompts_of(1)[:3], SHORT) == expected
+        message, took = lost(engine, lambda: os.killpg(node.process.pid, signal.SIGKILL))
+        assert "rank 1 (node 1 at 127.0.0.1) ended its connection; it was last at " in message
+        assert took < SOON_S
+    finally:
+        node.process.kill()
+        node.process.wait()
+        runner.close()
 
 
 @pytest.mark.full
