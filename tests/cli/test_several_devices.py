@@ -17,8 +17,11 @@ import yaml
 from hung_processes import hang
 from waiting import START_LIMIT_S, WAIT_LIMIT_S, wait_until
 
+from pagemill.up.loading import load_files
+from pagemill.up.session import missing_for
 from pagemill_crds.models import LLMDeployment
 from pagemill_kernels.cpu import library
+from pagemill_operator.backends.local.settings import LocalSettings
 from pagemill_operator.plan import make_plan
 
 pytestmark = [
@@ -38,6 +41,37 @@ def test_the_deployment_of_the_page_is_planned() -> None:
     assert (one.problems, one.ignored, of_pods.problems) == ((), (), ())
     assert one.groups[0].process.settings["engine"]["tensor_parallel_size"] == 2
     assert [each.field for each in of_pods.ignored] == ["spec.engine.podsPerReplica"]  # on one machine
+
+
+@pytest.mark.sample("heads")
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--tensor-parallel-size 10 --threads 10", "9 attention heads cannot be divided among 10 ranks. Lower tensorP"),
+        ("--pipeline-parallel-size 31 --threads 31", "30 layers cannot be divided into 31 stages. Lower pipelineParal"),
+        ("--tensor-parallel-size 9 --threads 2", "are 9 processes that compute at the same time, but they may use 2 c"),
+        ("--tensor-parallel-size 2 --nnodes 3", "cannot be divided equally among 3 nodes"),
+        ("--tensor-parallel-size 2 --quantization no", "quantization"),
+    ],
+    ids=["heads", "layers", "cores", "nodes", "setting"],
+)
+def test_what_cannot_be_divided_is_refused_at_the_command_line(
+    words: str, message: str, environment: dict[str, str]
+) -> None:
+    command = [sys.executable, "-m", "pagemill", "serve", *words.split(), "--port", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=START_LIMIT_S, env=environment)
+    assert done.returncode != 0
+    assert message in " ".join(done.stderr.split())
+
+
+def test_fewer_gpus_than_parts_are_named_before_anything_starts(write: Write) -> None:
+    (one, _) = snippets("yaml")
+    document = yaml.safe_load(one)
+    document["spec"]["resources"] = {"gpus": 1}
+    document["spec"]["engine"]["pipelineParallel"] = 2
+    found = list(missing_for(load_files([write("f.yaml", document)]).loaded, LocalSettings(gpus=("0", "1"))))
+    assert len(found) == 1
+    assert "asks for GPUs, one for each part of tensorParallel x pipelineParallel (4), but CUDA sees 2" in found[0]
 
 
 @pytest.mark.full

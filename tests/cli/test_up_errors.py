@@ -177,14 +177,11 @@ def test_rules_and_plan_problems_are_reported_together_with_wrong_types(write: W
         "spec.engine.extraArgs[1]",
         "spec.engine.extraArgs[2]",
         "spec.engine.maxModelLen",
-        "spec.engine.pipelineParallel",
         "spec.engine.quantization",
-        "spec.engine.tensorParallel",
         "spec.engine.tensorParallel",
         "spec.model.aliases",
         "spec.model.revision",
         "spec.model.source",
-        "spec.resources.gpus",
         "spec.resources.memory",
         "spec.rollout.drainTimeout",
         "spec.rollout.maxSurge",
@@ -213,7 +210,7 @@ def test_an_invalid_field_does_not_break_the_rules_that_use_it(write: Write, spe
 def test_for_any_invalid_field_the_problems_of_all_others_are_reported(write: Write) -> None:
     document = yaml.safe_load(FULL_OF_PROBLEMS)
     everything = {finding.field for finding in load_files([write("f.yaml", document)]).findings}
-    assert len(everything) == 7
+    assert len(everything) == 5
     for path in _paths(document):
         broken = copy.deepcopy(document)
         _put(broken, path, 5.5)
@@ -224,7 +221,7 @@ def test_for_any_invalid_field_the_problems_of_all_others_are_reported(write: Wr
         assert others <= reported, (path, others - reported)
 
 
-BESIDE_GPUS = {"spec.engine.tensorParallel", "spec.engine.pipelineParallel"}
+BESIDE_GPUS = {"spec.engine.deterministic"}
 """Fields that are problems where there are GPUs, so that `spec.resources` must be readable."""
 FULL_OF_PROBLEMS = f"""
 {HEAD}
@@ -239,6 +236,7 @@ spec:
     quantization: awq
     tensorParallel: 2
     pipelineParallel: 2
+    deterministic: true
     extraArgs: [--seed=1, --no-such-thing]
     env: [{{name: A, value: "1"}}, {{name: B, valueFrom: {{secretKeyRef: {{name: s, key: k}}}}}}]
   resources: {{gpus: 2, gpuProduct: L4}}

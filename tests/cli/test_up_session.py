@@ -297,7 +297,7 @@ def test_a_gpu_that_is_not_there_is_named_at_once(
     environment["CUDA_VISIBLE_DEVICES"] = ""
     result = pagemill("up", "-f", file, "--port", "0")
     assert result.returncode == 2
-    assert "spec.resources.gpus is 1, but this machine has no NVIDIA GPU" in result.stderr
+    assert "spec.resources.gpus asks for GPUs, but this machine has no NVIDIA GPU" in result.stderr
 
 
 def test_what_a_terminal_shows_is_what_was_said(capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,6 +25,7 @@ from pagemill_protocol.report.load import Lengths, QueueLoad
 from pagemill_protocol.report.prediction import OfferedLoad, Predictor
 from pagemill_protocol.report.shape import Shape, shape_of
 from pagemill_protocol.report.state import StepTimeParams
+from pagemill_protocol.report.step_time import in_rounds
 
 SHAPE = Shape(BLOCKS, BLOCK_SIZE, SEATS, 512, STEP_TIME)
 DEMAND = OfferedLoad(
@@ -180,6 +181,44 @@ def test_the_smallest_number_that_meets_the_slo_is_chosen_and_candidates_are_rec
     assert scaled.changes == [(1, decision.replicas)], "the number must not change while the load stays"
     scaled.run(3000, lambda at, ready: {"rate": 3.0, "active": 0.3})
     assert scaled.wanted < decision.replicas
+
+
+def staged(num_stages: int) -> StepTimeParams:
+    """Return what an engine with stages reports that have equal parts of the model of `STEP_TIME`."""
+    parts = [each / num_stages for each in STEP_TIME.knot_ms]
+    return msgspec.structs.replace(STEP_TIME, knot_ms=parts, stages=num_stages)
+
+
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_a_replica_with_stages_counts_as_one_whose_steps_are_rounds(num_stages: int) -> None:
+    """All stages compute at the same time, so it serves more than one process does, and less than as many replicas;
+    each request passes all of them."""
+    load = {"rate": 60.0, "active": 0.5}
+
+    def needed(step_time: StepTimeParams) -> int:
+        return Scaled(SLO, replicas=1).decide(engines=engines(1, step_time=step_time, active=0.5), **load).replicas
+
+    of_rounds = in_rounds(staged(num_stages))
+    assert of_rounds.stages == 1
+    assert needed(staged(num_stages)) == needed(of_rounds)
+    assert needed(staged(num_stages)) < needed(STEP_TIME)
+    ignored = msgspec.structs.replace(staged(num_stages), stages=1)
+    assert needed(ignored) < needed(staged(num_stages)), "a step of one stage is not a token of each request"
+    alone = Predictor(msgspec.structs.replace(SHAPE, step_time=staged(num_stages)), 0.5)
+    tpot_ms = alone.predict(msgspec.structs.replace(DEMAND, requests_per_s=1e-6), 1).tpot_ms
+    assert tpot_ms == pytest.approx(num_stages * staged(num_stages).knot_ms[0], rel=0.05)
+
+
+def test_ranks_that_share_each_layer_count_by_the_times_that_they_report() -> None:
+    """A replica of two ranks whose steps take 0.6 of one's needs at most as many replicas as 0.6 of the load does."""
+    shared = msgspec.structs.replace(STEP_TIME, knot_ms=[0.6 * each for each in STEP_TIME.knot_ms])
+
+    def needed(step_time: StepTimeParams, rate: float) -> int:
+        decision = Scaled(SLO, replicas=1).decide(engines=engines(1, step_time=step_time), rate=rate)
+        return decision.replicas
+
+    assert needed(shared, 60.0) < needed(STEP_TIME, 60.0)
+    assert needed(shared, 60.0) <= needed(STEP_TIME, 36.0)
 
 
 def test_beyond_the_maximum_the_best_prediction_is_named() -> None:

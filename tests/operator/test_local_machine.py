@@ -52,10 +52,12 @@ def test_gpus_are_those_of_the_driver_unless_the_environment_restricts_them(tmp_
 
 
 def test_replicas_use_the_gpus_in_turn() -> None:
-    assert least_used(("0", "1"), []) == "0"
-    assert least_used(("0", "1"), ["0", None]) == "1"
-    assert least_used(("0", "1"), ["0", "1", "1"]) == "0"
-    assert least_used((), ["0"]) is None
+    assert least_used(("0", "1"), [], 1) == ("0",)
+    assert least_used(("0", "1"), ["0"], 1) == ("1",)
+    assert least_used(("0", "1"), ["0", "1", "1"], 1) == ("0",)
+    assert least_used(("0", "1", "2"), ["0"], 2) == ("1", "2")
+    assert least_used(("0", "1"), ["0"], 3) == ("1", "0"), "the engine says that these are too few"
+    assert least_used((), ["0"], 1) == least_used(("0",), [], 0) == ()
 
 
 def test_state_is_private_and_removed(tmp_path: Path) -> None:

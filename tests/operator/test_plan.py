@@ -160,8 +160,6 @@ def test_generation_defaults_reach_the_engine(deployment: Make) -> None:
     ("changes", "field"),
     [
         ({"engine__quantization": "fp8"}, "spec.engine.quantization"),
-        ({"resources__gpus": 1, "engine__tensorParallel": 2}, "spec.engine.tensorParallel"),
-        ({"resources__gpus": 1, "engine__pipelineParallel": 2}, "spec.engine.pipelineParallel"),
         (
             {"resources__cpu": 3, "engine__tensorParallel": 2, "engine__pipelineParallel": 2},
             "spec.engine.tensorParallel",
@@ -172,7 +170,6 @@ def test_generation_defaults_reach_the_engine(deployment: Make) -> None:
             {"engine__tensorParallel": 2, "engine__speculative": {"method": "draft", "source": "hf://a/b"}},
             "spec.engine.tensorParallel",
         ),
-        ({"resources__gpus": 2, "engine__tensorParallel": 2}, "spec.resources.gpus"),
         ({"resources__gpus": 1, "engine__deterministic": True}, "spec.engine.deterministic"),
         (
             {"engine__env": [{"name": "A", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}}]},
@@ -194,6 +191,19 @@ def test_a_model_is_divided_among_processes_of_a_pod_without_gpus(deployment: Ma
     assert (plan.problems, plan.ignored) == ((), ())
     assert (settings.engine.tensor_parallel_size, settings.engine.pipeline_parallel_size) == (2, 3)
     assert (settings.engine.num_threads, settings.engine.num_ranks, plan.groups[0].pods_per_replica) == (6, 6, 1)
+
+
+def test_a_model_is_divided_among_the_gpus_of_a_pod_and_of_several(deployment: Make) -> None:
+    changes = {"engine__tensorParallel": 2, "engine__pipelineParallel": 2, "resources__gpus": 2}
+    pods = make_plan(deployment(**changes), "kubernetes")
+    assert (pods.problems, pods.groups[0].pods_per_replica, pods.groups[0].process.gpus) == ((), 2, 2)
+    here = make_plan(deployment(**changes), "local")
+    assert (here.problems, here.groups[0].pods_per_replica, here.groups[0].process.gpus) == ((), 1, 4)
+    assert pods.gpus_per_replica == here.gpus_per_replica == 4
+    assert make_plan(deployment(**changes | {"resources__gpus": 4}), "kubernetes").groups[0].pods_per_replica == 1
+    (problem,) = make_plan(deployment(**changes, engine__podsPerReplica=4), "kubernetes").problems
+    assert (problem.field, problem.value) == ("spec.engine.podsPerReplica", 4)
+    assert "are 1 in each, but each has 2 GPUs; remove it, or set spec.resources.gpus to 1" in problem.message
 
 
 @pytest.mark.parametrize(

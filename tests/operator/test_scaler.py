@@ -76,6 +76,22 @@ def test_only_an_active_deployment_gets_the_decided_number(plan: MakePlan) -> No
     assert world.scaler.wanted(KEY, 1, world.plan.autoscaling) == 1
 
 
+def test_decisions_count_groups_and_not_their_pods(deployment: Any) -> None:
+    """Two pods with two GPUs each are one replica, whose price is that of four GPUs."""
+    changes = {
+        "engine__tensorParallel": 4, "resources__gpus": 2, "replicas": 1, "autoscaling": {"maxReplicas": 5},
+        "cost__gpuHour": 2.0,
+    }  # fmt: skip
+    plan = make_plan(deployment(**changes), "kubernetes")
+    assert (plan.problems, plan.pods_per_replica, plan.gpus_per_replica, plan.replica_price) == ((), 2, 4, 8.0)
+    world = World(plan)
+    assert world.decide(queue=QUEUE, lengths=Lengths()).decision.replicas == 3
+    assert world.scaler.wanted(KEY, 1, plan.autoscaling) == 3
+    scaled = make_plan(deployment(**changes | {"replicas": 3}), "kubernetes")
+    (group,) = scaled.groups
+    assert (group.replicas, group.pods_per_replica, group.process.gpus) == (3, 2, 2)
+
+
 def test_advice_is_reported_and_not_applied(plan: MakePlan) -> None:
     world = World(plan(mode="Advisory"))
     record = world.decide(queue=QUEUE, lengths=Lengths())

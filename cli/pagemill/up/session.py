@@ -335,14 +335,17 @@ def _fault_of(path: Path) -> str:
 
 
 def missing_for(loaded: Sequence[Loaded], settings: LocalSettings) -> Iterator[str]:
-    """Yield what this machine lacks for the deployments: a GPU, or torch, which computes on it."""
+    """Yield what this machine lacks for the deployments: GPUs, or torch, which computes on them."""
     for item in loaded:
         gpus = item.plan.gpus_per_replica
         if not gpus:
             continue
-        where = f"{item.document.file}: {item.plan.name}: spec.resources.gpus is {gpus}, but"
+        parts = "" if gpus == 1 else f", one for each part of tensorParallel x pipelineParallel ({gpus})"
+        where = f"{item.document.file}: {item.plan.name}: spec.resources.gpus asks for GPUs{parts}, but"
         if not settings.gpus:
             yield f"{where} this machine has no NVIDIA GPU that CUDA sees; set it to 0 to compute on the CPU"
+        elif gpus > len(settings.gpus):
+            yield f"{where} CUDA sees {len(settings.gpus)} on this machine; lower tensorParallel or pipelineParallel"
         elif find_spec("torch") is None:
             yield f"{where} torch is not installed; install `pagemill[torch]`, or set it to 0 to compute on the CPU"
 

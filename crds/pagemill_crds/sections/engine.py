@@ -160,12 +160,11 @@ class EngineSection(Section):
     """Places of LoRA adapters in each engine; when absent, one adapter of rank 16 at a time if `spec.model.adapters`
     lists some, otherwise none."""
     tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
-    """Number of parts that share each layer: attention heads, inner units and vocabulary. On CPUs they are processes of
-    the pod, among which its cores are divided; with `resources.gpus` this version supports 1, and a larger number
-    results in `Planned=False`."""
+    """Number of parts that share each layer: attention heads, inner units and vocabulary. Each is a process: with
+    `resources.gpus` on a GPU of its own, on CPUs the pod's cores are divided among them."""
     pipeline_parallel: Annotated[int, Field(ge=1, le=64)] = 1
     """Number of stages over which the layers are distributed, each of `tensorParallel` parts, which compute different
-    steps at the same time. On CPUs they are processes of the pod; with `resources.gpus` this version supports 1."""
+    steps at the same time."""
     pods_per_replica: Annotated[int, Field(ge=1, le=64)] | None = None
     """Number of pods among which the parts of one replica are divided equally, as a group that is started, drained and
     restarted together. It needs LeaderWorkerSets in the cluster. When absent, as many as `tensorParallel` x

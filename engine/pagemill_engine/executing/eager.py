@@ -7,7 +7,7 @@ It is synchronous: `launch` does the work and `wait` returns its result. `Thread
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -25,11 +25,11 @@ from pagemill_engine.executing.results import result_of, result_of_runs
 from pagemill_engine.executing.row_adapters import RowAdapters
 from pagemill_engine.sampling.rows import SamplingRows
 from pagemill_engine.sampling.runs import masks_of, runs_of, sample_runs
-from pagemill_engine.sampling.sampler import Sampled, mask_rows, sample
+from pagemill_engine.sampling.sampler import Mask, Sampled, mask_rows, sample
 from pagemill_engine.scheduler.step import StepPlan, StepResult, TokenLogprobs
 from pagemill_kernels.arrays import Array
 from pagemill_kernels.paged_attention.batch import AttentionBatch
-from pagemill_kernels.sampling.batch import TokenMasks
+from pagemill_kernels.sampling.batch import Logprobs, TokenMasks
 from pagemill_kernels.sampling.host import host_sampler
 from pagemill_protocol.report.cache_kinds import kinds_of_windows
 from pagemill_servers.process.malloc import trim_heap
@@ -166,11 +166,11 @@ class EagerRunner:
     def _prompt_logprobs(self, plan: StepPlan, inputs: StepInputs, hidden: Array) -> dict[str, list[TokenLogprobs]]:
         starts = dict(zip(inputs.request_ids, inputs.query_start_loc.tolist(), strict=False))
         pieces = list(PromptRows.of(plan.prompt_targets, starts).pieces(self._piece_rows))
-        found = []
-        for piece in pieces:
-            logits = self.model.logits(hidden[piece.rows], self._adapters_of(inputs, piece.rows))
-            found.append(host_sampler().report(logits, piece.token_ids, piece.reports))
+        found = [self._reported(hidden[piece.rows], self._adapters_of(inputs, piece.rows), piece) for piece in pieces]
         return by_request(plan.prompt_targets, pieces, found)
+
+    def _reported(self, hidden: Array, adapters: Any, piece: PromptRows) -> Logprobs:
+        return host_sampler().report(self.model.logits(hidden, adapters), piece.token_ids, piece.reports)
 
     def _sample(self, plan: StepPlan, inputs: StepInputs, hidden: Array) -> StepResult:
         if len(inputs.sampling) == 0:
@@ -185,9 +185,9 @@ class EagerRunner:
             sampled = self._sampled(hidden, adapters, rows, num_generated, masks)
             self._rows.advance(inputs, sampled.token_ids)
             return self._scrubbed(result_of(request_ids, sampled))
-        logits = self.model.logits(hidden, adapters)
         proposed = [plan.proposals.get(name, []) for name in request_ids]
-        sampled = sample_runs(logits, self._sampling, rows, num_generated, proposed, masks_of(plan, request_ids))
+        masks_of_runs = masks_of(plan, request_ids)
+        sampled = self._sampled_runs(hidden, adapters, rows, num_generated, proposed, masks_of_runs)
         runs = runs_of(sampled, proposed)
         num_accepted = np.array([len(run) - 1 for run in runs], dtype=np.int64)
         self._rows.advance(inputs, sampled.token_ids[[run[-1] for run in runs]], num_accepted)
@@ -202,6 +202,18 @@ class EagerRunner:
         masks: TokenMasks | None,
     ) -> Sampled:
         return sample(self.model.logits(hidden, adapters), self._sampling, rows, num_generated, masks)
+
+    def _sampled_runs(
+        self,
+        hidden: Array,
+        adapters: Any,
+        rows: NDArray[np.int64],
+        num_generated: NDArray[np.int64],
+        proposed: Sequence[Sequence[int]],
+        masks: list[Mask | None],
+    ) -> Sampled:
+        logits = self.model.logits(hidden, adapters)
+        return sample_runs(logits, self._sampling, rows, num_generated, proposed, masks)
 
     def _scrubbed(self, result: StepResult) -> StepResult:
         self._scrub(result.failed)

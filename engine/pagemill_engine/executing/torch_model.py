@@ -89,14 +89,22 @@ class HostTensorGroup:
 
 class TorchModel:
     def __init__(
-        self, model: Model, ops: Ops, rotations: DeviceRotations, group: RankGroup[Array] | None = None
+        self,
+        model: Model,
+        ops: Ops,
+        rotations: DeviceRotations,
+        group: RankGroup[Array] | None = None,
+        *,
+        gathers_logits: bool = True,
     ) -> None:
-        """Wrap a model whose weights are loaded. `group`: the ranks that compute it together."""
+        """Wrap a model whose weights are loaded. `group`: the ranks that compute it together. `gathers_logits`:
+        whether its logits are those of all ranks, and not of its part of the vocabulary."""
         self.model = model
         self.spec: ModelSpec = model.spec
         self._ops = ops
         self._rotations = rotations
         self._group = None if group is None else HostTensorGroup(group)
+        self._of_logits = self._group if gathers_logits else None
         self._windows = model.spec.decoder.windows()
         self._caches: list[Tensor | StateTensors] = []
 
@@ -135,7 +143,7 @@ class TorchModel:
 
     def logits(self, hidden: Array, adapters: AdapterRows | None = None) -> Array:
         with torch.inference_mode():
-            return from_torch(self.model.compute_logits(to_torch(hidden), RowsContext(adapters, self._group)))
+            return from_torch(self.model.compute_logits(to_torch(hidden), RowsContext(adapters, self._of_logits)))
 
     def _context(self, step: StepTokens, adapters: AdapterRows | None) -> ForwardContext:
         ops, positions, caches = self._ops, to_torch(step.positions), step.caches

@@ -39,16 +39,19 @@ def run_largest(runner: DeviceRunner, config: EngineConfig) -> None:
         runner.warm_up(*_largest_step(config, runner.info.max_model_len))
 
 
-def capture_graphs(runner: DeviceRunner, config: EngineConfig) -> None:
-    """Record steps as CUDA graphs. Raises `LoadError` if memory is too small for the largest."""
-    shapes = shapes_to_capture(*config.step, max_captured_tokens(runner.model.spec))
+def capture_graphs(runner: DeviceRunner, config: EngineConfig, spec: ModelSpec) -> None:
+    """Record steps as CUDA graphs. Raises `LoadError` if memory is too small for the largest.
+
+    `spec`: of the whole model, so that all ranks pad steps alike.
+    """
+    shapes = shapes_to_capture(*config.step, max_captured_tokens(spec))
     try:
         runner.capture_graphs(shapes, CudaGraphCapturer)
     except RuntimeError as error:
         # torch's allocator raises an error class of its own; the driver runs out while a graph is instantiated.
         if not isinstance(error, torch.OutOfMemoryError) and "out of memory" not in str(error):
             raise
-        num_tokens, num_requests = largest_captured(config, runner.model.spec)
+        num_tokens, num_requests = largest_captured(config, spec)
         raise LoadError(
             "GraphsTooLarge",
             f"The device ran out of memory while steps of up to {num_requests} requests and {num_tokens} tokens "

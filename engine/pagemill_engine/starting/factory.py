@@ -33,7 +33,7 @@ def create_runner(config: EngineConfig, progress: Progress, early_digest: EarlyD
     `progress(phase, detail)` is called as the start proceeds.
     """
     if config.null_runner:
-        _check_one_process(config, "A simulated device")
+        _check_one_process(config)
         from pagemill_engine.executing.null import NullRunner
 
         return NullRunner.from_config(config)
@@ -47,7 +47,7 @@ def create_runner(config: EngineConfig, progress: Progress, early_digest: EarlyD
         raise _by_its_source(config, error) from error
 
 
-def _check_one_process(config: EngineConfig, device: str) -> None:
+def _check_one_process(config: EngineConfig) -> None:
     for name, value in (
         ("tensorParallel", config.tensor_parallel_size),
         ("pipelineParallel", config.pipeline_parallel_size),
@@ -55,8 +55,7 @@ def _check_one_process(config: EngineConfig, device: str) -> None:
         if value > 1:
             raise LoadError(
                 "SettingsUnsupported",
-                f"{name} is {value}, but models are divided among processes on the CPU only in this version. {device} "
-                f"runs one process. Set {name} to 1.",
+                f"{name} is {value}, but a simulated device runs one process. Set {name} to 1.",
             )
 
 
@@ -92,11 +91,6 @@ def _load(
         from pagemill_engine.adapters.starting import check_serves
 
         check_serves(config, spec)
-    if compute.backend == "triton":
-        _check_one_process(config, "A GPU")
-        from pagemill_engine.starting.load_device import load_on_device
-
-        return load_on_device(files, compute)
     if config.nodes is not None:
         from pagemill_engine.starting.nodes import load_on_nodes
 
@@ -105,6 +99,10 @@ def _load(
         from pagemill_engine.starting.load_ranks import load_on_ranks
 
         return load_on_ranks(files, compute)
+    if compute.backend == "triton":
+        from pagemill_engine.starting.load_device import load_on_device
+
+        return load_on_device(files, compute)
     from pagemill_engine.starting.load_cpu import load_on_cpu
 
     return load_on_cpu(files, compute)

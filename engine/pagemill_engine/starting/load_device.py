@@ -84,13 +84,13 @@ def _load(files: ModelFiles, compute: Compute) -> Runner:
 
 def _profile_memory(runner: DeviceRunner, files: ModelFiles, prepared: PreparedModel) -> None:
     config, spec = prepared.config, files.spec
-    files.progress("warming", _use_kernel_cache(config.kernel_cache_dir))
+    files.progress("warming", kept_kernels(config.kernel_cache_dir))
     profile_memory(runner, config, spec, prepared.sizes, prepared.before, CudaMeter())
     cache = CacheBlocks(runner.info.kinds, runner.info.blocks_of_kinds)
     files.progress("allocating", describe_cache(cache, config.block_size, prepared.compute.kv_dtype))
     if config.cuda_graphs:
         files.progress("warming", "recording steps")
-        capture_graphs(runner, config)
+        capture_graphs(runner, config, spec)
 
 
 def compiles_ahead(device: torch.device) -> bool:
@@ -101,7 +101,7 @@ def compiles_ahead(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def _use_kernel_cache(folder: str | None) -> str:
+def kept_kernels(folder: str | None) -> str:
     """Return the progress message of compiling. The engine also works where compiled kernels cannot be kept."""
     if folder is None:
         return "compiling kernels"

@@ -1,6 +1,7 @@
 """Loads a model among several processes of one machine: rank 0 here, followers as children (`rank_process`).
 
-Each rank runs the native decoder, or torch's where that does not apply. `sizing.rank_parts` says what a rank holds.
+Each rank runs the native decoder, or torch's where that does not apply, or computes on a GPU of its own
+(`load_device_ranks`). `sizing.rank_parts` says what a rank holds.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pagemill_engine.executing.base import Runner, RunnerInfo
 from pagemill_engine.executing.eager import EagerRunner, ThreadedRunner
 from pagemill_engine.executing.kv_cache import KVCache
 from pagemill_engine.executing.ranks.divided_logits import AnsweringModel, AskingModel, AskingRunner, DividedLogits
-from pagemill_engine.executing.ranks.follower import FollowerRunner
+from pagemill_engine.executing.ranks.follower import FollowedGroup, Follower, FollowerRunner
 from pagemill_engine.executing.ranks.identity import RankIdentity
 from pagemill_engine.executing.ranks.processes import FollowerProcesses
 from pagemill_engine.executing.ranks.ranked import RankedRunner
@@ -29,16 +30,16 @@ from pagemill_engine.executing.ranks.speeds import RankSpeeds, RankWork, TimedMo
 from pagemill_engine.executing.row_adapters import HeldAdapters, RowAdapters, row_adapters
 from pagemill_engine.sizing.compute import Compute, choose_compute
 from pagemill_engine.sizing.kv_sizes import CacheBlocks, cache_kinds, max_model_len_for
-from pagemill_engine.sizing.memory import measure_memory
+from pagemill_engine.sizing.memory import MemoryState, measure_memory
 from pagemill_engine.sizing.rank_parts import RankPart, RankPlace, part_of
 from pagemill_engine.sizing.sizing import weights_of
-from pagemill_engine.starting.preparing import ModelFiles, describe_cache, prepare, refusals, runner_info
+from pagemill_engine.starting.preparing import ModelFiles, PreparedModel, describe_cache, prepare, refusals, runner_info
 from pagemill_engine.starting.threads import threads_of_ranks, torch_threads
 from pagemill_engine.weights.errors import LoadError
 from pagemill_engine.weights.source import WeightSource
 from pagemill_kernels.arrays import Array
 from pagemill_kernels.cpu import launch
-from pagemill_kernels.ranks.group import RankGroup
+from pagemill_kernels.ranks.group import GroupAborted, RankGroup
 from pagemill_kernels.ranks.memory import SharedMemory
 from pagemill_kernels.ranks.places import STUCK_SECONDS
 from pagemill_kernels.ranks.ring import RingWriter, ring_bytes
@@ -53,12 +54,17 @@ from pagemill_servers.process.malloc import trim_heap
 if TYPE_CHECKING:
     from pagemill_engine.adapters.packing import Pack
     from pagemill_engine.adapters.store import AdapterStore
+    from pagemill_engine.executing.device.device_ranks import DeviceSignals
+    from pagemill_engine.executing.device.device_runner import DeviceRunner
+    from pagemill_kernels.ranks.distributed import Meeting
 
 RANK_PROCESS = "pagemill_engine.starting.rank_process"
 SLOTS, SLOT_BYTES = 16, 64 * 1024
 
 
 ComputingGroup = SharedMemoryGroup | TcpGroup
+ON_NODE = "127.0.0.1"
+"""Where ranks of one machine find each other that exchange by torch.distributed."""
 
 
 class RankSettings(msgspec.Struct):
@@ -79,6 +85,8 @@ class RankSettings(msgspec.Struct):
     num_blocks: int
     stages: list[Range]
     """The layers of each."""
+    meeting: tuple[str, int] | None = None
+    """Where ranks meet that compute on devices; None: they compute on CPUs."""
 
     @property
     def size(self) -> int:
@@ -92,7 +100,8 @@ def load_on_ranks(files: ModelFiles, compute: Compute, stuck_seconds: float = ST
 
 def overlapped(ranked: RankedRunner, files: ModelFiles, compute: Compute) -> Runner:
     """Return the runner of rank 0 with a thread for its steps, if the settings ask for it."""
-    if not files.config.overlap or files.config.pipeline_parallel_size > 1:  # stages overlap by themselves
+    by_itself = compute.backend == "triton" or files.config.pipeline_parallel_size > 1  # devices and stages do
+    if by_itself or not files.config.overlap:
         return ranked
     return ThreadedRunner(ranked, torch_threads(compute, launch.num_threads()))
 
@@ -108,11 +117,12 @@ def load_ranks(files: ModelFiles, compute: Compute, stuck_seconds: float = STUCK
     check_settings(config, compute)
     launch.set_num_threads(threads[0])
     prepare_thread = torch_threads(compute, threads[0])
+    meeting = meet(config, compute, ON_NODE)
     with refusals(files.path):
-        prepared = prepare(files, compute, measure_memory())
+        prepared = prepare(files, compute, measured(compute))
         part = part_of(spec, 0, size, prepared.stages)
     config = prepared.config
-    capacity = config.step.max_num_batched_tokens * spec.hidden_size
+    capacity = config.step.max_num_batched_tokens * spec.hidden_size if meeting is None else 1
     group_memory = SharedMemory.create(group_bytes(size, capacity, members))
     ring_memory = SharedMemory.create(ring_bytes(SLOTS, SLOT_BYTES))
     logits_memory = None
@@ -123,30 +133,71 @@ def load_ranks(files: ModelFiles, compute: Compute, stuck_seconds: float = STUCK
         RankSettings(
             config, str(files.path), rank, os.getpid(), threads[rank], group_memory.file, ring_memory.file,
             None if logits_memory is None else logits_memory.file, capacity, stuck_seconds, prepared.num_blocks,
-            prepared.stages,
+            prepared.stages, None if meeting is None else (meeting.address, meeting.port),
         )
         for rank in range(1, size)
     ]  # fmt: skip
     followers = FollowerProcesses(RANK_PROCESS, [_as_json(each) for each in settings], files_of_all)
     group = SharedMemoryGroup(group_memory, 0, size, capacity, stuck_seconds, members)
     ring = RingWriter(ring_memory, SLOTS, SLOT_BYTES, [f"rank {rank}" for rank in range(1, size)])
+    identity = RankIdentity.own(prepared.weights.digest())
+    watched: Any = group
     try:
-        with refusals(files.path):
-            loaded = load_part(config, compute, spec, part, prepared.weights, prepared.num_blocks, group, logits_memory)
-        trim_heap()
-        files.progress("allocating", describe_cache(loaded.blocks, config.block_size, compute.kv_dtype))
-        own = RankIdentity.own(prepared.weights.digest())
-        weight_bytes = loaded.model.num_bytes + followers.wait_until_ready(own)
-        info = runner_info(prepared, spec, loaded.max_model_len, weight_bytes, "cpu").with_cache(loaded.blocks)
-        inner = first_rank(config, compute, spec, part, prepared.weights, loaded, info)
+        if meeting is not None:
+            watched = signals_of(group, stuck_seconds)
+            followers.watch(watched)  # one that ends would leave this one in an exchange
+        try:
+            with refusals(files.path):
+                inner = first_rank(files, prepared, part, group, logits_memory, meeting, watched)
+        except GroupAborted:
+            followers.wait_until_ready(identity)  # raises what the one said that has ended
+            raise
+        with_bytes(inner, followers.wait_until_ready(identity))
     except BaseException:
         followers.kill()
         raise
-    followers.watch(group)
+    if meeting is None:
+        followers.watch(group)
     speeds = speeds_of(config, spec, prepared.stages)
-    runner = RankedRunner(inner, ring, group, followers, speeds, num_stages, prepare_thread)
+    runner = RankedRunner(
+        inner, ring, watched, followers, speeds, num_stages, prepare_thread, on_device=meeting is not None
+    )
     read_together(runner, followers.answers)
     return runner
+
+
+def meet(config: EngineConfig, compute: Compute, address: str) -> Meeting | None:
+    """Return where the devices of ranks meet; None where CPUs compute. Raises `LoadError` if there are too few."""
+    if compute.backend != "triton":
+        return None
+    from pagemill_engine.starting.load_device_ranks import check_devices, meeting_at
+
+    check_devices(config)
+    return meeting_at(address, None)
+
+
+def measured(compute: Compute) -> MemoryState:
+    """Return the memory of what this process computes on."""
+    if compute.backend != "triton":
+        return measure_memory()
+    from pagemill_engine.starting.memory_profiling import measure_device
+
+    return measure_device(compute.ops.device)
+
+
+def signals_of(group: ComputingGroup, stuck_seconds: float) -> DeviceSignals:
+    from pagemill_engine.executing.device.device_ranks import DeviceSignals
+
+    return DeviceSignals(group, stuck_seconds)
+
+
+def with_bytes(inner: Any, num_bytes: int) -> None:
+    """Count the weights of further ranks."""
+    total = inner.info.weight_bytes + num_bytes
+    memory = inner.info.memory
+    inner.info = inner.info._replace(
+        weight_bytes=total, memory=None if memory is None else msgspec.structs.replace(memory, weight_bytes=total)
+    )
 
 
 def speeds_of(config: EngineConfig, spec: ModelSpec, stages: list[Range]) -> RankSpeeds:
@@ -155,39 +206,60 @@ def speeds_of(config: EngineConfig, spec: ModelSpec, stages: list[Range]) -> Ran
     return RankSpeeds([RankWork.of(part.spec.decoder) for part in parts], config.ranks_here)
 
 
-def follower_of(settings: RankSettings, group: ComputingGroup, answer: Callable[[str], None]) -> FollowerRunner:
-    """Return the runner of a rank that follows. Raises `LoadError`. `answer`: gives rank 0 a line."""
+def follower_of(
+    settings: RankSettings, group: ComputingGroup, answer: Callable[[str], None]
+) -> tuple[Follower, FollowedGroup]:
+    """Return the runner of a rank that follows, and the group by which it does. Raises `LoadError`. `answer`: gives
+    rank 0 a line."""
     config, path = settings.config, Path(settings.path)
     spec = load_model_spec(path)
+    if settings.meeting is not None:
+        from pagemill_engine.starting.load_device_ranks import use_device
+
+        use_device(config, settings.rank)
     compute = choose_compute(config, spec)
     launch.set_num_threads(settings.num_threads)
     torch_threads(compute, settings.num_threads)
     with refusals(path):
         part = part_of(spec, settings.rank, settings.size, settings.stages)
         weights = weights_of(config, path, spec, compute.weight_forms.small_floats)
+        info = RunnerInfo(
+            num_blocks=settings.num_blocks,
+            block_size=config.block_size,
+            max_model_len=0,  # is known when the part is loaded
+            vocab_size=spec.vocab_size,
+            weights_digest=weights.digest(),
+            kv_dtype=compute.kv_dtype,
+            weight_bytes=0,
+            kv_bytes_per_token=0,
+            compute=compute.how,
+        )
+        followed = None
+        if config.enable_lora:
+            from pagemill_engine.adapters.ranks import FollowedAdapters
+
+            followed = FollowedAdapters(_store(config, compute, spec, part, weights), answer)
+        read_adapter = None if followed is None else followed.read
+        if settings.meeting is not None:
+            from pagemill_engine.starting.load_device_ranks import following, meeting_at
+
+            meeting, signals = meeting_at(*settings.meeting), signals_of(group, settings.stuck_seconds)
+            return (
+                following(config, compute, spec, part, weights, info, meeting, signals, followed, read_adapter),
+                signals,
+            )
         logits_memory = None
         if settings.logits_file is not None:
             num_bytes = logits_bytes(config.step.max_num_seqs, spec.vocab_size)
             logits_memory = SharedMemory(settings.logits_file, num_bytes)
         loaded = load_part(config, compute, spec, part, weights, settings.num_blocks, group, logits_memory)
-    info = RunnerInfo(
-        num_blocks=settings.num_blocks,
-        block_size=config.block_size,
-        max_model_len=loaded.max_model_len,
-        vocab_size=spec.vocab_size,
-        weights_digest=weights.digest(),
-        kv_dtype=compute.kv_dtype,
-        weight_bytes=loaded.model.num_bytes,
-        kv_bytes_per_token=0,
-        compute=compute.how,
-    ).with_cache(loaded.blocks)
-    if not config.enable_lora:
-        return FollowerRunner(loaded.model, loaded.cache, info, config.step.max_num_seqs)
-    from pagemill_engine.adapters.ranks import FollowedAdapters
-
-    followed = FollowedAdapters(_store(config, compute, spec, part, weights), answer)
-    rows = _rows(config, compute, part, followed)
-    return FollowerRunner(loaded.model, loaded.cache, info, config.step.max_num_seqs, rows, read_adapter=followed.read)
+    info = info._replace(max_model_len=loaded.max_model_len, weight_bytes=loaded.model.num_bytes)
+    rows = None if followed is None else _rows(config, compute, part, followed)
+    runner = FollowerRunner(
+        loaded.model, loaded.cache, info.with_cache(loaded.blocks), config.step.max_num_seqs, rows,
+        read_adapter=read_adapter,
+    )  # fmt: skip
+    return runner, group
 
 
 def _store(
@@ -203,21 +275,34 @@ def _store(
 
 
 def first_rank(
-    config: EngineConfig,
-    compute: Compute,
-    spec: ModelSpec,
+    files: ModelFiles,
+    prepared: PreparedModel,
     part: RankPart,
-    weights: WeightSource,
-    loaded: LoadedPart,
-    info: RunnerInfo,
-) -> EagerRunner:
-    """Return the runner of rank 0's part. `spec`, `weights`: of the whole model."""
-    rows = None
+    group: ComputingGroup,
+    logits_memory: SharedMemory | None,
+    meeting: Meeting | None,
+    signals: DeviceSignals,
+) -> EagerRunner | DeviceRunner:
+    """Return the runner of rank 0's part. Raises `LoadError`, and `GroupAborted` if another rank is lost meanwhile.
+
+    `meeting`, `signals`: of ranks that compute on devices.
+    """
+    config, compute, spec, weights = prepared.config, prepared.compute, files.spec, prepared.weights
+    info, store = runner_info(prepared, spec, 0, 0, "cpu"), None
     if config.enable_lora:
         store = _store(config, compute, spec, part, weights)
-        info, rows = info._replace(serves_adapters=True, adapters=store), _rows(config, compute, part, store)
+        info = info._replace(serves_adapters=True, adapters=store)
+    if meeting is not None:
+        from pagemill_engine.starting.load_device_ranks import leading
+
+        return leading(files, prepared, part, info, meeting, signals, store)
+    loaded = load_part(config, compute, spec, part, weights, prepared.num_blocks, group, logits_memory)
+    trim_heap()
+    files.progress("allocating", describe_cache(loaded.blocks, config.block_size, compute.kv_dtype))
+    info = info._replace(max_model_len=loaded.max_model_len, weight_bytes=loaded.model.num_bytes)
+    rows = None if store is None else _rows(config, compute, part, store)
     runner = AskingRunner if isinstance(loaded.model, AskingModel) else EagerRunner
-    return runner(loaded.model, loaded.cache, info, config.step.max_num_seqs, rows)
+    return runner(loaded.model, loaded.cache, info.with_cache(loaded.blocks), config.step.max_num_seqs, rows)
 
 
 def read_together(runner: RankedRunner, answers: Callable[[], list[str]], *, sends_files: bool = False) -> None:
@@ -289,11 +374,11 @@ def load_part(
     if logits_memory is not None and columns is not None and part.spec.decoder.head is not None:
         assert isinstance(group, SharedMemoryGroup)
         logits = SharedLogits(logits_memory, group, spec.vocab_size, columns)
-    is_divided = isinstance(group, TcpGroup) and compute.is_native and columns is not None
+    is_divided = isinstance(group, TcpGroup) and columns is not None
     if compute.is_native:
         model = _native(part.spec, compute, weights, max_model_len, group, logits, gathers=not is_divided)
     else:
-        model = _on_torch(part.spec, compute, weights, max_model_len, group)
+        model = _on_torch(part.spec, compute, weights, max_model_len, group, gathers=not is_divided)
     if group.members < group.size:
         model = StagedModel(model, group, place)
     model = TimedModel(model, group)
@@ -326,12 +411,19 @@ def _native(
 
 
 def _on_torch(
-    spec: ModelSpec, compute: Compute, weights: WeightSource, max_model_len: int, group: ComputingGroup
+    spec: ModelSpec,
+    compute: Compute,
+    weights: WeightSource,
+    max_model_len: int,
+    group: ComputingGroup,
+    *,
+    gathers: bool,
 ) -> StepModel:
     from pagemill_engine.executing.torch_model import TorchModel, load_decoder, rotations_of
 
     rotations = rotations_of(spec, compute, weights, max_model_len)
-    return TorchModel(load_decoder(spec, compute, weights), compute.ops, rotations, group)
+    decoder = load_decoder(spec, compute, weights)
+    return TorchModel(decoder, compute.ops, rotations, group, gathers_logits=gathers)
 
 
 def _within(layers: tuple[int, ...], stage: Range) -> tuple[int, ...]:
@@ -349,7 +441,7 @@ def check_settings(config: EngineConfig, compute: Compute) -> None:
         )
     if config.pipeline_parallel_size == 1:
         return
-    if not compute.is_native and compute.activation_dtype != "float32":
+    if compute.backend != "triton" and not compute.is_native and compute.activation_dtype != "float32":
         raise LoadError(
             "SettingsUnsupported",
             f"Stages pass float32 on, but this model computes in {compute.activation_dtype} on torch. Set "

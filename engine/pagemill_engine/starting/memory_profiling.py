@@ -53,28 +53,36 @@ class CudaMeter:
 
 
 def profile_memory(
-    runner: DeviceRunner, config: EngineConfig, spec: ModelSpec, sizes: Sizes, before: MemoryState, meter: Meter
+    runner: DeviceRunner,
+    config: EngineConfig,
+    spec: ModelSpec,
+    sizes: Sizes,
+    before: MemoryState,
+    meter: Meter,
+    least: Callable[[int], int] | None = None,
 ) -> None:
     """Size the KV cache by measured steps. Raises `LoadError`.
 
-    `before`: the device's memory before the weights. The contents of the runner's cache are lost.
+    `spec`: of the whole model. `before`: the device's memory before the weights. `least`: gives other ranks a number of
+    blocks and returns the least of all; None: there are none. The contents of the runner's cache are lost.
     """
+    alone = least is None
     step_bytes = meter.peak_bytes(lambda: compile_kernels(runner, config))
-    graph_bytes = _graph_bytes(runner, config, meter) if config.cuda_graphs else 0
+    graph_bytes = _graph_bytes(runner, config, spec, meter) if config.cuda_graphs else 0
     sizes = sizes._replace(weight_bytes=weight_bytes(runner.model))
     measured = MeasuredMemory(meter.free_bytes(), step_bytes, graph_bytes)
     num_blocks, budget = plan_measured(config, spec, sizes, before, measured)
-    cache = cache_kinds(config, spec, runner.kv_cache.kind, num_blocks)
-    longest = max_model_len_for(config, spec, cache, shares_memory=True)
-    info = runner.info.with_cache(cache, shares_memory=True)
+    cache = cache_kinds(config, spec, runner.kv_cache.kind, num_blocks if least is None else least(num_blocks))
+    longest = max_model_len_for(config, spec, cache, shares_memory=alone)
+    info = runner.info.with_cache(cache, shares_memory=alone)
     runner.resize_cache(info._replace(max_model_len=min(info.max_model_len, longest), memory=budget))
     # Memory that was measured in pieces must also be available in one step.
     run_largest(runner, config)
 
 
-def _graph_bytes(runner: DeviceRunner, config: EngineConfig, meter: Meter) -> int:
+def _graph_bytes(runner: DeviceRunner, config: EngineConfig, spec: ModelSpec, meter: Meter) -> int:
     """Return the bytes of the CUDA graphs, which share the memory of the largest decode or other step."""
-    num_tokens, num_requests = largest_captured(config, runner.model.spec)
+    num_tokens, num_requests = largest_captured(config, spec)
 
     def run() -> None:
         runner.warm_up(num_requests, num_requests)

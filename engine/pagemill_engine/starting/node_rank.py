@@ -17,7 +17,7 @@ from contextlib import ExitStack, suppress
 import msgspec
 
 from pagemill_engine.config import NodesConfig
-from pagemill_engine.executing.ranks.follower import FollowerRunner, follow
+from pagemill_engine.executing.ranks.follower import FollowedGroup, Follower, follow
 from pagemill_engine.executing.ranks.identity import RankIdentity, RankReport
 from pagemill_engine.sizing.memory import measure_memory
 from pagemill_engine.starting.load_ranks import RankSettings, follower_of
@@ -96,13 +96,13 @@ def _follow(
     given = msgspec.structs.replace(invited, path=settings.path, num_threads=settings.num_threads)
     members = settings.config.tensor_parallel_size
     group = TcpGroup(values, settings.rank, settings.config.num_ranks, members, given.stuck_seconds)
-    runner = _loaded(given, group, control, lambda text: signals.answer(text))
+    runner, followed = _loaded(given, group, control, lambda text: signals.answer(text))
     if receive_frame(control) != b"start":
         raise EOFError("unknown message")
     signals = RankSignals(group, {0: control}, {})
     signals.start()
     try:
-        is_closed = follow(runner, TcpReader(plans, group), group)
+        is_closed = follow(runner, TcpReader(plans, group), followed)
     except GroupAborted:
         is_closed = False  # the reason says more
     signals.let_end()
@@ -123,18 +123,18 @@ def _joining(settings: NodeRankSettings, nodes: NodesConfig, port: int) -> Joini
 
 def _loaded(
     settings: RankSettings, group: TcpGroup, control: socket.socket, answer: Callable[[str], None]
-) -> FollowerRunner:
+) -> tuple[Follower, FollowedGroup]:
     try:
-        runner = follower_of(settings, group, answer)
+        runner, followed = follower_of(settings, group, answer)
     except Exception as error:
         report = RankReport(RankIdentity.own(), error=f"{type(error).__name__}: {error}")
         with suppress(OSError):
             send_frame(control, msgspec.json.encode(report))
         raise
     trim_heap()
-    report = RankReport(RankIdentity.own(runner.info.weights_digest), runner.model.num_bytes)
+    report = RankReport(RankIdentity.own(runner.info.weights_digest), runner.info.weight_bytes)
     send_frame(control, msgspec.json.encode(report))
-    return runner
+    return runner, followed
 
 
 if __name__ == "__main__":

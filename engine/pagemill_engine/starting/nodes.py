@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -26,28 +26,34 @@ from pagemill_engine.executing.ranks.identity import RankIdentity, RankReport, c
 from pagemill_engine.executing.ranks.processes import ends_of
 from pagemill_engine.executing.ranks.ranked import RankedRunner
 from pagemill_engine.sizing.compute import Compute
-from pagemill_engine.sizing.memory import MemoryState, measure_memory
+from pagemill_engine.sizing.memory import MemoryState
 from pagemill_engine.sizing.rank_parts import check_division, part_of
 from pagemill_engine.starting.load_ranks import (
     RankSettings,
     check_settings,
     first_rank,
-    load_part,
+    measured,
+    meet,
     overlapped,
     read_together,
+    signals_of,
     speeds_of,
+    with_bytes,
 )
-from pagemill_engine.starting.preparing import ModelFiles, PreparedModel, describe_cache, prepare, refusals, runner_info
+from pagemill_engine.starting.preparing import ModelFiles, PreparedModel, prepare, refusals
 from pagemill_engine.starting.rendezvous import Joining, Key, Listener, Member, listen, token_of
 from pagemill_engine.starting.threads import threads_of_ranks, torch_threads
 from pagemill_engine.weights.errors import LoadError
 from pagemill_kernels.cpu import launch
 from pagemill_kernels.ranks.connections import receive_frame, send_frame
+from pagemill_kernels.ranks.group import GroupAborted
 from pagemill_kernels.ranks.messages_over_tcp import TcpWriter
 from pagemill_kernels.ranks.places import STUCK_SECONDS
 from pagemill_kernels.ranks.rank_signals import RankSignals
 from pagemill_kernels.ranks.tcp_group import TcpGroup
-from pagemill_servers.process.malloc import trim_heap
+
+if TYPE_CHECKING:
+    from pagemill_kernels.ranks.distributed import Meeting
 
 logger = logging.getLogger(__name__)
 
@@ -92,22 +98,26 @@ def load_nodes(files: ModelFiles, compute: Compute, stuck_seconds: float = STUCK
     children = NodeProcesses(config, str(files.path), threads, range(1, config.ranks_here))
     members: dict[int, Member] = {}
     try:
+        meeting = meet(config, compute, nodes.address)
         members = _members(config, nodes, listener, children)
         with refusals(files.path):
-            prepared = prepare(files, compute, measure_memory(), _other_nodes(nodes, members))
+            others = _other_nodes(nodes, members) if meeting is None else []  # devices are measured by their ranks
+            prepared = prepare(files, compute, measured(compute), others)
             config, part = prepared.config, part_of(files.spec, 0, config.num_ranks, prepared.stages)
-            _invite(files, prepared, members, stuck_seconds)
+            _invite(files, prepared, members, stuck_seconds, meeting)
             connections = _connections(config, nodes, listener, children)
             values = {rank: connections["values", rank] for rank in members}
             group = TcpGroup(values, 0, config.num_ranks, config.tensor_parallel_size, stuck_seconds)
             names = {rank: f"node {each.joining.node} at {each.host}" for rank, each in members.items()}
-            loaded = load_part(config, compute, files.spec, part, prepared.weights, prepared.num_blocks, group, None)
-        trim_heap()
-        files.progress("allocating", describe_cache(loaded.blocks, config.block_size, compute.kv_dtype))
-        reports = _reports(members, names, RankIdentity.own(prepared.weights.digest()))
-        weight_bytes = loaded.model.num_bytes + sum(reports[rank].num_bytes for rank in range(1, config.ranks_here))
-        info = runner_info(prepared, files.spec, loaded.max_model_len, weight_bytes, "cpu").with_cache(loaded.blocks)
-        inner = first_rank(config, compute, files.spec, part, prepared.weights, loaded, info)
+            watched: Any = group if meeting is None else signals_of(group, stuck_seconds)
+            identity = RankIdentity.own(prepared.weights.digest())
+            try:
+                inner = first_rank(files, prepared, part, group, None, meeting, watched)
+            except GroupAborted:
+                _reports(members, names, identity)  # raises what the one said that has ended
+                raise
+        reports = _reports(members, names, identity)
+        with_bytes(inner, sum(reports[rank].num_bytes for rank in range(1, config.ranks_here)))
         signals = RankSignals(group, {rank: each.connection for rank, each in members.items()}, names)
         for each in members.values():
             send_frame(each.connection, b"start")
@@ -121,7 +131,10 @@ def load_nodes(files: ModelFiles, compute: Compute, stuck_seconds: float = STUCK
     plans = TcpWriter({f"rank {rank} ({names[rank]})": connections["plans", rank] for rank in members})
     joined = JoinedRanks(signals, group, children)
     speeds = speeds_of(config, files.spec, prepared.stages)
-    runner = RankedRunner(inner, plans, group, joined, speeds, config.pipeline_parallel_size, prepare_thread)
+    runner = RankedRunner(
+        inner, plans, watched, joined, speeds, config.pipeline_parallel_size, prepare_thread,
+        on_device=meeting is not None,
+    )  # fmt: skip
     read_together(runner, signals.answers, sends_files=True)
     return runner
 
@@ -285,14 +298,21 @@ def _other_nodes(nodes: NodesConfig, members: dict[int, Member]) -> list[MemoryS
     return [by_node[number] for number in range(1, nodes.count)]
 
 
-def _invite(files: ModelFiles, prepared: PreparedModel, members: dict[int, Member], stuck_seconds: float) -> None:
+def _invite(
+    files: ModelFiles,
+    prepared: PreparedModel,
+    members: dict[int, Member],
+    stuck_seconds: float,
+    meeting: Meeting | None,
+) -> None:
     config = prepared.config
     capacity = config.step.max_num_batched_tokens * files.spec.hidden_size
     plain = msgspec.structs.replace(config, nodes=None, model_folder=None)
     for rank, member in members.items():
         settings = RankSettings(
-            plain, "", rank, 0, 0, -1, -1, None, capacity, stuck_seconds, prepared.num_blocks, prepared.stages
-        )
+            plain, "", rank, 0, 0, -1, -1, None, capacity, stuck_seconds, prepared.num_blocks, prepared.stages,
+            None if meeting is None else (meeting.address, meeting.port),
+        )  # fmt: skip
         below = {other: (each.host, each.joining.port) for other, each in members.items() if other < rank}
         send_frame(member.connection, msgspec.json.encode(Invitation(settings, below)))
 

@@ -80,7 +80,8 @@ def prepare(
         check_depth(spec.decoder, weights.shapes)
     storage = storage_forms(compute)
     stages, ranks = parts_of_ranks(config, weights, spec, storage)
-    whole, here = sizes_of(config, weights, spec, storage), ranks[: config.ranks_here]
+    # Ranks of CPUs share the memory of their node; each GPU has its own.
+    whole, here = sizes_of(config, weights, spec, storage), ranks[: 1 if before.is_gpu else config.ranks_here]
     sizes = together(whole, here)
     draft = find_draft(config, files.path, spec, on_gpu=compute.backend == "triton")
     if draft is not None:

@@ -37,10 +37,10 @@ def main() -> None:
     messages = SharedMemory(settings.ring_file, ring_bytes(SLOTS, SLOT_BYTES))
     ring = RingReader(messages, SLOTS, SLOT_BYTES, settings.rank - 1)
     with _reported():
-        runner = follower_of(settings, group, lambda line: _say(f"{' '.join(line.split())}\n".encode()))
+        runner, followed = follower_of(settings, group, lambda line: _say(f"{' '.join(line.split())}\n".encode()))
     trim_heap()
-    _say(encode_report(RankReport(RankIdentity.own(runner.info.weights_digest), runner.model.num_bytes)))
-    follow(runner, ring, group)
+    _say(encode_report(RankReport(RankIdentity.own(runner.info.weights_digest), runner.info.weight_bytes)))
+    follow(runner, ring, followed)
 
 
 @contextmanager

@@ -29,6 +29,8 @@ def place_in_words(status: RankStatus, rank: int, *, has_stages: bool) -> str:
         cut = f"hidden states from rank {rank} to {status.cut}"
     elif status.layer == RECEIVE:
         cut = f"hidden states from rank {status.cut} to {rank}"
+    elif status.layer == OUTSIDE and status.cut >= 0:
+        cut = f"exchange {status.cut}"
     else:
         cut = _NAMES[status.layer]
     return f"{cut} of step {status.step}"

@@ -148,9 +148,9 @@ class SharedMemoryGroup:
         self._native.pagemill_ranks_meet(self._ranks, place)
         self.check()
 
-    def come_to(self, place: int) -> None:
-        """Record that this rank is at a place outside of the layers, for messages."""
-        self._native.pagemill_ranks_at(self._ranks, place, place)
+    def come_to(self, place: int, cut: int | None = None) -> None:
+        """Record that this rank is at a place outside of the layers, for messages. `cut`: the number of an exchange."""
+        self._native.pagemill_ranks_at(self._ranks, place, place if cut is None else cut)
 
     @property
     def waited_s(self) -> float:

@@ -200,8 +200,11 @@ class TcpGroup:
     def report(self) -> None:
         self.meet(REPORT)
 
-    def come_to(self, place: int) -> None:
-        self._at(place, place)
+    def come_to(self, place: int, cut: int | None = None) -> None:
+        self._at(place, place if cut is None else cut)
+
+    def status(self, rank: int) -> RankStatus:
+        return self.statuses[rank]
 
     def add_computed(self, seconds: float, steps: int) -> None:
         """Count what this rank has computed, for rank 0 to read."""

@@ -4,24 +4,32 @@ Each rank finds the best token of its part. Of rows that draw, it then finds eit
 key and token), or, where top_k or top_p filter, the likeliest candidates and the mass of its part: masses are integers,
 whose sum has no order. `decide` joins these; a row that they do not decide needs all of its logits. Who sends what to
 whom is the engine's part (`executing.ranks.divided_logits`).
+
+Masks, biases and penalties change single tokens, so each rank changes its part before it searches. Of a row's log
+probabilities it finds its likeliest tokens, the values of tokens that are asked for, and its mass.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pagemill_kernels.arrays import address
+from pagemill_kernels.arrays import Array, address
 from pagemill_kernels.cpu import launch, library
 from pagemill_kernels.sampling import arithmetic
-from pagemill_kernels.sampling.arithmetic import WHOLE_SHARE, Floats
-from pagemill_kernels.sampling.batch import Draws
-from pagemill_kernels.sampling.filters import SHORTLIST
+from pagemill_kernels.sampling.arithmetic import MASS_BITS, WHOLE_SHARE, Floats
+from pagemill_kernels.sampling.batch import Draws, Edits, Logprobs, Penalties, Reports, SamplingBatch, TokenMasks
+from pagemill_kernels.sampling.filters import ALL_TOKENS, DRAWS, SHORTLIST
+from pagemill_kernels.sampling.penalties import PENALTIES, apply_penalties
 from pagemill_kernels.sampling.randomness import gumbel
+from pagemill_kernels.sampling.reference import add_edits, apply_masks, likeliest
 
+Rows = NDArray[np.int64]
+_NONE = np.zeros(0, dtype=np.int64)
 _TOKEN = np.uint64(0xFFFFFFFF)
 
 
@@ -96,6 +104,142 @@ def decide(parts: Sequence[PartOfRows], num_tokens: Sequence[int], draws: Draws)
         kept = _num_kept(keys, not lasts, vocab_size, settings[row], sum(int(each.masses[row]) for each in parts))
         token_ids[row] = -1 if kept is None else _winner(keys[:kept], draws.keys[row])
     return token_ids
+
+
+class Changes(NamedTuple):
+    """What changes the logits of some rows in a part of the vocabulary, as arrays. Tokens count from the part's first
+    one; places are those among `rows`."""
+
+    rows: Rows
+    """Of the batch, ascending."""
+    masked: Rows
+    """The places with masks."""
+    bits: NDArray[np.uint8]
+    """Their masks one behind the other, in whole words of 32 bits."""
+    edited: Rows
+    """A place for each edit."""
+    edited_ids: Rows
+    biases: Floats
+    penalised: Rows
+    """The places with penalties."""
+    settings: Array
+    """Records of `PENALTIES`."""
+    seen: Rows
+    """For each token that occurs in the prompt or output of one of these: its index in `penalised`."""
+    seen_ids: Rows
+    counts: NDArray[np.int32]
+    """In the output."""
+    in_prompt: NDArray[np.uint8]
+
+
+CHANGES = tuple(
+    np.dtype(each)
+    for each in (
+        np.int64, np.int64, np.uint8, np.int64, np.int64, np.float32, np.int64, PENALTIES.dtype, np.int64, np.int64,
+        np.int32, np.uint8,
+    )
+)  # fmt: skip
+"""The types of the arrays."""
+
+
+def changed_rows(batch: SamplingBatch) -> Rows:
+    """Return the rows whose logits are changed before tokens are chosen."""
+    parts = (batch.masks, batch.edits, batch.penalties)
+    return np.unique(np.concatenate([_NONE, *(each.rows for each in parts if each is not None)]))
+
+
+def changes_of(batch: SamplingBatch, rows: Rows, first: int, end: int) -> Changes:
+    """Return what changes a batch's `changed_rows` in the tokens from `first` to before `end`."""
+    found = Changes(
+        rows, _NONE, np.zeros(0, np.uint8), _NONE, _NONE, np.zeros(0, np.float32), _NONE, PENALTIES.empty(0), _NONE,
+        _NONE, np.zeros(0, np.int32), np.zeros(0, np.uint8),
+    )  # fmt: skip
+    if batch.masks is not None:
+        masks = batch.masks
+        own = np.unpackbits(masks.bits.view(np.uint8), axis=1, bitorder="little")[:, first:end]
+        words = np.pad(own, ((0, 0), (0, -own.shape[1] % 32)))
+        bits = np.packbits(words, axis=1, bitorder="little").reshape(-1)
+        found = found._replace(masked=np.searchsorted(rows, masks.rows), bits=bits)
+    if batch.edits is not None:
+        edits = batch.edits
+        at = np.flatnonzero((edits.token_ids >= first) & (edits.token_ids < end))
+        places, token_ids = np.searchsorted(rows, edits.rows[at]), edits.token_ids[at] - first
+        found = found._replace(edited=places, edited_ids=token_ids, biases=edits.biases[at])
+    if batch.penalties is not None:
+        given = batch.penalties
+        counts, in_prompt = (each[given.count_rows, first:end] for each in (given.in_output, given.in_prompt))
+        seen, token_ids = np.nonzero((counts > 0) | in_prompt)
+        found = found._replace(
+            penalised=np.searchsorted(rows, given.rows), settings=given.settings, seen=seen, seen_ids=token_ids,
+            counts=counts[seen, token_ids], in_prompt=in_prompt[seen, token_ids].astype(np.uint8),
+        )  # fmt: skip
+    return found
+
+
+def changed(own: Floats, changes: Changes) -> Floats:
+    """Return the changed logits of the changed rows. own: of all rows, in this part."""
+    found, num_tokens = own[changes.rows], own.shape[1]
+    if len(changes.masked):
+        apply_masks(found, TokenMasks(changes.masked, changes.bits.view(np.int32).reshape(len(changes.masked), -1)))
+    add_edits(found, Edits(changes.edited, changes.edited_ids, changes.biases))
+    if len(changes.penalised):
+        shape, at = (len(changes.penalised), num_tokens), (changes.seen, changes.seen_ids)
+        in_prompt, in_output = np.zeros(shape, dtype=np.bool_), np.zeros(shape, dtype=np.int32)
+        in_prompt[at], in_output[at] = changes.in_prompt > 0, changes.counts
+        places = np.arange(len(changes.penalised))
+        apply_penalties(found, Penalties(changes.penalised, changes.settings, places, in_prompt, in_output))
+    return found
+
+
+class PartOfReports(NamedTuple):
+    """What a rank finds of log probabilities in its part of the vocabulary, by report."""
+
+    masses: NDArray[np.int64]
+    top: Floats
+    """[reports, most that are asked for or that the part has], descending."""
+    top_ids: Rows
+    values: Floats
+    """[tokens that are asked for]: the logits of those that are in the part."""
+
+
+def part_of_reports(own: Floats, first: int, best: Floats, width: int, asked: tuple[Rows, Rows]) -> PartOfReports:
+    """Search a part of rows that report. own: [reports, tokens]; first: id of the first token; best: [reports], of
+    the vocabulary; width: of the likeliest tokens; asked: reports and tokens whose logits are asked for."""
+    with np.errstate(invalid="ignore"):  # rows that are not finite are never read
+        settings = DRAWS.empty(len(own))
+        settings["temperature"], settings["min_p"] = 1.0, -np.inf
+        settings["top_k"], settings["top_p"] = ALL_TOKENS, 0
+        draws = Draws(settings, np.zeros(len(own), dtype=np.uint64))
+        masses = part_of_rows(own, first, own.shape[1], draws, best).masses
+        top, top_ids = likeliest(own, min(width, own.shape[1]))
+    places, token_ids = asked[0], asked[1] - first
+    is_own = (token_ids >= 0) & (token_ids < own.shape[1])
+    return PartOfReports(masses, top, top_ids + first, own[places[is_own], token_ids[is_own]])
+
+
+def num_above(own: Floats, values: Floats) -> NDArray[np.int64]:
+    """Return how many logits of each row of a part are above a value."""
+    counts: NDArray[np.int64] = (own > values[:, None]).sum(axis=1, dtype=np.int64)
+    return counts
+
+
+def logprobs_of(
+    parts: Sequence[PartOfReports], reports: Reports, best: Floats, values: Floats, ranks: NDArray[np.int64]
+) -> Logprobs:
+    """Return the log probabilities of all parts, in the order of tokens. `values`: the logits of the chosen tokens,
+    and behind them of the named ones. `ranks`: of the chosen ones."""
+    num_reports, width = len(reports.rows), int(reports.num_top.max())
+    top, top_ids = (np.concatenate([each[place] for each in parts], axis=1) for place in (1, 2))
+    order = np.argsort(-top, axis=1, kind="stable")[:, :width]
+    extra = ((0, 0), (0, int(reports.widths.max()) - order.shape[1]))
+    top, top_ids = (np.pad(np.take_along_axis(each, order, axis=1), extra) for each in (top, top_ids))
+    if reports.named is not None:
+        places, columns, token_ids = reports.named
+        top[places, columns], top_ids[places, columns] = values[num_reports:], token_ids
+    masses = sum((each.masses for each in parts), np.zeros(num_reports, dtype=np.int64))
+    totals = np.array([math.log(max(1, int(mass)) * 2.0**-MASS_BITS) for mass in masses], dtype=np.float32)
+    with np.errstate(invalid="ignore"):
+        return Logprobs(values[:num_reports] - best - totals, ranks, top - best[:, None] - totals[:, None], top_ids)
 
 
 def _num_kept(

@@ -90,7 +90,7 @@ def report(raw_logits: Floats, token_ids: NDArray[np.int64], reports: Reports) -
     """
     chosen = raw_logits[np.arange(len(raw_logits)), token_ids[reports.rows]]
     ranks = np.array([1 + np.count_nonzero(row > own) for row, own in zip(raw_logits, chosen, strict=True)])
-    top, top_ids = _top(raw_logits, int(reports.num_top.max()))
+    top, top_ids = likeliest(raw_logits, int(reports.num_top.max()))
     if reports.named is not None:
         top, top_ids = _with_named(raw_logits, top, top_ids, reports)
     best = raw_logits.max(-1)
@@ -99,7 +99,7 @@ def report(raw_logits: Floats, token_ids: NDArray[np.int64], reports: Reports) -
     return Logprobs(chosen - best - total, ranks, top - best[:, None] - total[:, None], top_ids)
 
 
-def _top(x: Floats, width: int) -> tuple[Floats, NDArray[np.int64]]:
+def likeliest(x: Floats, width: int) -> tuple[Floats, NDArray[np.int64]]:
     """Return each row's `width` largest values, descending, and their tokens; of equal ones the lower token first."""
     values = filters.largest(x, width) if width else np.empty((len(x), 0), dtype=np.float32)
     token_ids = np.empty(values.shape, dtype=np.int64)

@@ -114,7 +114,7 @@ def desired_replicas(deployment: LLMDeployment) -> int:
 
 def _engine_group(deployment: LLMDeployment, settings: dict[str, Any], num_pods: int) -> Group:
     spec = deployment.spec
-    process = _engine_process(deployment, settings)
+    process = _engine_process(deployment, settings, num_pods)
     template = spec.template.model_dump(mode="json", exclude_none=True) if spec.template else {}
     replaces = spec.rollout.strategy == "Replace"
     return Group(
@@ -132,7 +132,7 @@ def _engine_group(deployment: LLMDeployment, settings: dict[str, Any], num_pods:
     )
 
 
-def _engine_process(deployment: LLMDeployment, settings: dict[str, Any]) -> Process:
+def _engine_process(deployment: LLMDeployment, settings: dict[str, Any], num_pods: int) -> Process:
     engine, resources = deployment.spec.engine, deployment.spec.resources
     startup_period_s = 2.0
     return Process(
@@ -150,7 +150,7 @@ def _engine_process(deployment: LLMDeployment, settings: dict[str, Any]) -> Proc
         liveness=Probe(CONTROL_PORT, "/livez", 5.0, 6),
         cpu_cores=None if resources.cpu is None else cpu_cores(resources.cpu),
         memory_bytes=None if resources.memory is None else memory_bytes(resources.memory),
-        gpus=resources.gpus,
+        gpus=engine.tensor_parallel * engine.pipeline_parallel // num_pods if resources.gpus else 0,
         gpu_product=resources.gpu_product,
         drain_timeout_s=duration_seconds(deployment.spec.rollout.drain_timeout),
     )

@@ -23,10 +23,6 @@ from pagemill_protocol.resource.quantities import cpu_cores
 Backend = Literal["local", "kubernetes"]
 LOADED_QUANTIZATIONS = ("none", "int8", "int4", "w8a8", "fp8")
 GPU_QUANTIZATIONS = ("w8a8", "fp8")
-ONE_PROCESS = "a replica computes on one GPU in this version; set it to 1"
-CPU_PROCESSES = (
-    "models are divided among processes on CPUs only in this version; set it to 1, or set spec.resources.gpus to 0"
-)
 MOST_PROCESSES = 64
 CPU_ONLY = "only the CPU's kernels do that in this version; turn it off, or set spec.resources.gpus to 0"
 GPU_ONLY = "only a GPU's kernels do that; set spec.resources.gpus to 1"
@@ -42,12 +38,12 @@ def pods_per_replica(spec: LLMDeploymentSpec, backend: Backend) -> int:
 
 def find_problems(spec: LLMDeploymentSpec, backend: Backend) -> Iterator[Problem]:
     """Return the problems of the spec, or of the valid part of a partially read one."""
-    checks = [_quantization_problems, _float16_problems, _tensor_parallel_problems, _pipeline_parallel_problems]
+    checks = [_quantization_problems, _float16_problems, _pipeline_parallel_problems]
     checks += [_process_problems, _gpu_problems, _policy_problems]
     if backend == "local":
         checks += [_env_problems, _credentials_problems]
     else:
-        checks += [_source_problems, _draft_claim_problems, _loader_problems]
+        checks += [_pod_problems, _source_problems, _draft_claim_problems, _loader_problems]
         checks += [template_problems]
     return each_on_its_own(partial(check, spec) for check in checks)
 
@@ -91,8 +87,6 @@ def _loader_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
 
 
 def _gpu_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
-    if spec.resources.gpus > 1:
-        yield Problem("spec.resources.gpus", spec.resources.gpus, ONE_PROCESS)
     if spec.resources.gpus and spec.engine.deterministic:
         yield Problem("spec.engine.deterministic", True, CPU_ONLY)
 
@@ -126,16 +120,21 @@ def _float16_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
         yield Problem("spec.engine.kvCacheDtype", engine.kv_cache_dtype, message)
 
 
-def _tensor_parallel_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
-    if spec.engine.tensor_parallel > 1 and spec.resources.gpus:
-        yield Problem("spec.engine.tensorParallel", spec.engine.tensor_parallel, CPU_PROCESSES)
+def _pod_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
+    """Yield the problem of pods with other numbers of parts and GPUs: each part computes on a GPU of its own."""
+    gpus, pods = spec.resources.gpus, spec.engine.pods_per_replica
+    size = spec.engine.tensor_parallel * spec.engine.pipeline_parallel
+    if gpus and pods is not None and gpus * pods != size:
+        message = (
+            f"{size} parts (tensorParallel x pipelineParallel) in {pods} pods are {size // pods} in each, but each has "
+            f"{gpus} GPUs; remove it, or set spec.resources.gpus to {size // pods}"
+        )
+        yield Problem("spec.engine.podsPerReplica", pods, message)
 
 
 def _pipeline_parallel_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
     size, speculative = spec.engine.pipeline_parallel, spec.engine.speculative
-    if size > 1 and spec.resources.gpus:
-        yield Problem("spec.engine.pipelineParallel", size, CPU_PROCESSES)
-    elif size > 1 and speculative is not None and speculative.method == "ngram":
+    if size > 1 and speculative is not None and speculative.method == "ngram":
         message = "stages verify no proposed tokens; set it to 1, or spec.engine.speculative.method to auto"
         yield Problem("spec.engine.pipelineParallel", size, message)
 

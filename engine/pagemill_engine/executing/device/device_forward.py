@@ -7,19 +7,34 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 from torch import Tensor
 
-from pagemill_engine.decoders.on_torch.context import ALONE, ForwardContext, RowsContext
+from pagemill_engine.decoders.on_torch.context import ForwardContext, RowsContext
 from pagemill_engine.decoders.on_torch.decoder import Decoder, DecoderLayer
 from pagemill_engine.decoders.on_torch.device_rotations import DeviceRotations
 from pagemill_engine.executing.device.device_kv_cache import DeviceKVCache
 from pagemill_kernels.adapters.triton_launch import TritonAdapterRows
+from pagemill_kernels.ranks.group import RankGroup
 from pagemill_kernels.registry import DeviceOps, Ops
 from pagemill_kernels.request_rows.layout import DeviceStepInputs, RowLayout
+
+
+class Neighbours(NamedTuple):
+    """The groups through which a rank computes a pass with others."""
+
+    stage: RankGroup[Tensor] | None = None
+    """The ranks that divide its layers; None: it has them alone."""
+    before: RankGroup[Tensor] | None = None
+    """This rank and the one that sends it hidden states; None: it embeds tokens."""
+    behind: RankGroup[Tensor] | None = None
+    """This rank and the one that it sends hidden states to; None: it computes logits."""
+
+
+ALONE = Neighbours()
 
 
 class DeviceForward:
@@ -31,12 +46,15 @@ class DeviceForward:
         kv_cache: DeviceKVCache,
         rotations: DeviceRotations,
         block_size: int,
+        neighbours: Neighbours = ALONE,
     ) -> None:
         self._model = model
         self._ops, self._on_device = ops, on_device
         self._kv_cache = kv_cache
         self._rotations = rotations
         self._block_size = block_size
+        self._neighbours = neighbours
+        self.has_head = neighbours.behind is None
         self._layers = model.layers
         self._kinds: list[DecoderLayer] = []
 
@@ -56,8 +74,12 @@ class DeviceForward:
         """Run passes through only one layer of each kind.
 
         They compile, load and tune everything that a whole pass does, at a fraction of its launches. Their results are
-        meaningless.
+        meaningless. Of several ranks all passes are whole: layers may be of other kinds on each, and all must exchange
+        the same.
         """
+        if self._neighbours != ALONE:
+            yield
+            return
         self._layers = self._kinds = self._kinds or one_of_each(self._model.layers)
         try:
             yield
@@ -72,20 +94,28 @@ class DeviceForward:
         return self.logits_of(self.hidden(inputs, longest, adapters), inputs.last_tokens, adapters)
 
     def logits_of(self, hidden: Tensor, rows: Tensor, adapters: TritonAdapterRows | None = None) -> Tensor:
-        """Return the logits of `rows` of the hidden states, float32 [rows, vocab]. `adapters`: of all of these."""
-        of_rows = ALONE if adapters is None else RowsContext(adapters.at(rows))
+        """Return the logits of `rows` of the hidden states, float32 [rows, vocab]. `adapters`: of all of these.
+
+        A rank without a head returns none.
+        """
+        if not self.has_head:
+            return self.empty_logits(0)
+        of_rows = RowsContext(None if adapters is None else adapters.at(rows), self._neighbours.stage)
         return self._model.compute_logits(self._ops.gather_rows(hidden, rows), of_rows)
 
     def decode_into(self, logits: Tensor, inputs: DeviceStepInputs, adapters: TritonAdapterRows | None = None) -> None:
         """Decode requests with one token each, all of which sample. `logits`: float32 [requests, vocab]."""
-        logits.copy_(self._model.raw_logits(self.hidden(inputs, 1, adapters), RowsContext(adapters)))
+        hidden = self.hidden(inputs, 1, adapters)
+        if self.has_head:
+            logits.copy_(self._model.raw_logits(hidden, RowsContext(adapters, self._neighbours.stage)))
 
     def hidden_into(self, hidden: Tensor, inputs: DeviceStepInputs, adapters: TritonAdapterRows | None = None) -> None:
         """Run a pass for requests with any numbers of tokens and store the hidden states."""
         hidden.copy_(self.hidden(inputs, len(hidden), adapters))
 
     def hidden(self, inputs: DeviceStepInputs, longest: int, adapters: TritonAdapterRows | None = None) -> Tensor:
-        """Return normalised hidden states, [tokens, hidden]."""
+        """Return normalised hidden states, [tokens, hidden]; those between two layers if another rank goes on."""
+        given, behind = self._given(len(inputs.token_ids)), self._neighbours.behind
         plan, num_requests = self._on_device.plan_attention, len(inputs.seq_lens)
         kind_of = self._kv_cache.kind_of
         context = ForwardContext(
@@ -97,9 +127,23 @@ class DeviceForward:
                 window: plan(inputs, num_requests, longest, kind, window, self._block_size)
                 for window, kind in kind_of.items()
             },
+            hidden=given,
             adapters=adapters,
+            group=self._neighbours.stage,
         )
-        return self._model.forward_layers(self._layers, inputs.token_ids, context)
+        found = self._model.forward_layers(self._layers, inputs.token_ids, context)
+        if behind is not None:
+            behind.send(found, 1 - behind.rank)
+        return found
+
+    def _given(self, num_tokens: int) -> Tensor | None:
+        """Return the hidden states that the rank before this one sends; None: this one embeds tokens."""
+        before = self._neighbours.before
+        if before is None:
+            return None
+        given = self.empty_hidden(num_tokens)
+        before.receive(given, 1 - before.rank)
+        return given
 
 
 def one_of_each(layers: Iterable[DecoderLayer]) -> list[DecoderLayer]:

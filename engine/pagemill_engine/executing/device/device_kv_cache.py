@@ -37,10 +37,13 @@ class DeviceKVCache:
         kind: KVType,
         device: torch.device,
         cache_kinds: Sequence[CacheKind] = (FULL,),
+        first_layer: int | None = None,
     ) -> None:
-        """Allocate the blocks of each of `cache_kinds`."""
+        """Allocate the blocks of each of `cache_kinds`. `first_layer`: of a rank's part of a model, whose kinds those
+        are; the kinds of a part share no memory, since other parts have other bytes."""
         self.device, self.kind = device, kind
         self._block_size = block_size
+        self._first_layer, self._shares = first_layer or 0, first_layer is None
         self._dtype = TORCH_TYPES[kind]
         shapes = spec.cache_shapes
         self._block_shapes = [(heads, block_size, kinds.token_width(kind, size)) for heads, size in shapes]
@@ -92,9 +95,11 @@ class DeviceKVCache:
         self.counts = counts
         self.kind_of = kinds_of_windows(cache_kinds, self._windows)
         """The number of the kind of the layers with each window."""
-        numbers = {layer: number for number, each in enumerate(cache_kinds) for layer in each.layers}
+        numbers = {
+            layer - self._first_layer: number for number, each in enumerate(cache_kinds) for layer in each.layers
+        }
         self._kind_of_layer = [numbers.get(layer, 0) for layer in range(len(self._block_shapes))]
-        self._arena = arena_of(cache_kinds, counts) if len(cache_kinds) > 1 else None
+        self._arena = arena_of(cache_kinds, counts) if self._shares and len(cache_kinds) > 1 else None
         self.padding_blocks = list(counts)
         """The index of the padding block of each kind."""
         if self._arena is not None:

@@ -22,7 +22,7 @@ from pagemill_engine.decoders.on_torch.decoder import Decoder
 from pagemill_engine.decoders.on_torch.device_rotations import DeviceRotations
 from pagemill_engine.executing.base import RunnerInfo
 from pagemill_engine.executing.device.device_adapters import DeviceAdapters
-from pagemill_engine.executing.device.device_forward import DeviceForward
+from pagemill_engine.executing.device.device_forward import ALONE, DeviceForward, Neighbours
 from pagemill_engine.executing.device.device_kv_cache import DeviceKVCache
 from pagemill_engine.executing.device.device_rows import DeviceRows, DeviceStep
 from pagemill_engine.executing.device.graphs import CapturedGraph, GraphCapturer, GraphShape, StepGraphs
@@ -77,7 +77,9 @@ class DeviceRunner:
         info: RunnerInfo,
         max_num_seqs: int,
         adapters: DeviceAdapters | None = None,
+        neighbours: Neighbours = ALONE,
     ) -> None:
+        """`neighbours`: the ranks with which this one computes its part of a model."""
         if ops.on_device is None:
             raise ValueError("the rows of requests need a backend that has operations for them")
         self.info = info._replace(
@@ -90,7 +92,7 @@ class DeviceRunner:
         self._adapters = adapters
         self._make_rows()
         self._sampling = SamplingRows(max_num_seqs, info.vocab_size, counts_on(ops.device))
-        self._forward = DeviceForward(model, ops, ops.on_device, kv_cache, rotations, info.block_size)
+        self._forward = DeviceForward(model, ops, ops.on_device, kv_cache, rotations, info.block_size, neighbours)
         self._piece_rows = piece_rows(max_num_seqs)
         self._graphs: StepGraphs | None = None
         self._make_capturer: Callable[[], GraphCapturer] | None = None
@@ -149,9 +151,10 @@ class DeviceRunner:
             if self._adapters is not None:
                 slots = np.zeros(num_tokens, dtype=np.int32)  # of a slot that adds zeros, or is not used
                 logits = self._forward.logits(inputs, step.longest, self._adapters.tables.rows(slots))
-            drawn = self._on_device.draw_tokens(logits, SamplingBatch(), inputs.settings)
-            self._on_device.advance_rows(self._state, at, drawn.tokens)
-            drawn.tokens.cpu()
+            if self._forward.has_head:
+                drawn = self._on_device.draw_tokens(logits, SamplingBatch(), inputs.settings)
+                self._on_device.advance_rows(self._state, at, drawn.tokens)
+                drawn.tokens.cpu()
             for cache in self.kv_cache.layers:
                 cache[-1].zero_()
 
@@ -252,8 +255,15 @@ class DeviceRunner:
         downloads = [download_report(self._report(hidden, piece, adapters)) for piece in pieces]
         logits = self._forward.logits_of(hidden, inputs.last_tokens[: step.num_sampled], adapters)
         handle = self._sample(plan, at, step, logits, inputs.settings)
-        handle.read_prompts = partial(_read_prompts, plan, pieces, downloads, _mark(self._ops.device))
+        handle.read_prompts = partial(self._read_prompts, plan, pieces, downloads, _mark(self._ops.device))
         return handle
+
+    def _read_prompts(
+        self, plan: StepPlan, pieces: list[PromptRows], downloads: list[Report], done: torch.cuda.Event | None
+    ) -> dict[str, list[TokenLogprobs]]:
+        if done is not None:
+            self._until(done)
+        return by_request(plan.prompt_targets, pieces, [read_report(each) for each in downloads])
 
     def _report(self, hidden: Tensor, piece: PromptRows, adapters: TritonAdapterRows | None) -> Report:
         rows, token_ids = upload(piece.rows, self._ops.device), upload(piece.token_ids, self._ops.device)
@@ -328,7 +338,7 @@ class DeviceRunner:
         if plan.token_masks:
             masks = mask_rows(masks_of(plan, (step.request_ids[i] for i in step.sampling.tolist())))
         settings = settings[: NUM_SETTINGS * len(rows)]
-        drawn = self._on_device.draw_tokens(logits, batch._replace(masks=masks), settings)
+        drawn = self._drawn(logits, batch._replace(masks=masks), settings)
         self._on_device.advance_rows(self._state, at, drawn.tokens)
         self._rows.advance(step)
         if len(rows) == 0:
@@ -336,8 +346,21 @@ class DeviceRunner:
         request_ids = step.request_ids
         if len(step.sampling) < len(request_ids):
             request_ids = [request_ids[i] for i in step.sampling.tolist()]
-        read = partial(_read, drawn.download(), _mark(self._ops.device))
+        read = partial(self._read, drawn.download(), _mark(self._ops.device))
         return InFlight(request_ids, read, batch.reports, plan.proposals)
+
+    def _drawn(self, logits: Tensor, batch: SamplingBatch, settings: Tensor) -> DeviceSample:
+        found: DeviceSample = self._on_device.draw_tokens(logits, batch, settings)
+        return found
+
+    def _read(self, drawn: DeviceSample, done: torch.cuda.Event | None) -> SampledTokens:
+        if done is not None:
+            self._until(done)
+        return drawn.read()
+
+    def _until(self, done: torch.cuda.Event) -> None:
+        """Wait until the device has come to a mark."""
+        done.synchronize()
 
     def _record(self) -> None:
         if self._graphs is None or self._make_capturer is None:
@@ -408,20 +431,6 @@ def _has_one_core() -> bool:
     With more cores spinning is faster.
     """
     return usable_cores() < 2
-
-
-def _read(drawn: DeviceSample, done: torch.cuda.Event | None) -> SampledTokens:
-    if done is not None:
-        done.synchronize()
-    return drawn.read()
-
-
-def _read_prompts(
-    plan: StepPlan, pieces: list[PromptRows], downloads: list[Report], done: torch.cuda.Event | None
-) -> dict[str, list[TokenLogprobs]]:
-    if done is not None:
-        done.synchronize()
-    return by_request(plan.prompt_targets, pieces, [read_report(each) for each in downloads])
 
 
 def _first_line(error: Exception) -> str:

@@ -1,31 +1,65 @@
 """Logits that ranks of several nodes divide: rank 0 samples without gathering them, where a part of each says enough.
 
 The other ranks of its stage, whose heads have other columns, send their best tokens, and then answer what rank 0 asks
-for until it asks for nothing more: draws and candidates of some rows (`pagemill_kernels.sampling.parts`), and whole
-rows of others: those with masks, biases, penalties or log probabilities, and those that candidates do not decide. Rank
-0 alone knows which. On one node all write into one array (`ranks.shared_logits`).
+for until it asks for nothing more (`pagemill_kernels.sampling.parts`): the best tokens of rows that masks, biases or
+penalties change, draws and candidates of some rows, log probabilities, and whole rows where candidates do not decide.
+Rank 0 alone knows which. On one node all write into one array (`ranks.shared_logits`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pagemill_engine.decoders.step_model import StepModel, WrappedModel
 from pagemill_engine.executing.eager import EagerRunner
-from pagemill_engine.sampling.sampler import Sampled, by_row
+from pagemill_engine.executing.prompt_logprobs import PromptRows
+from pagemill_engine.sampling.runs import ranges
+from pagemill_engine.sampling.sampler import Mask, Sampled, by_row, mask_rows
 from pagemill_kernels.arrays import Array
-from pagemill_kernels.sampling.batch import Draws, SampledTokens, SamplingBatch, TokenMasks
+from pagemill_kernels.sampling.batch import Draws, Logprobs, Reports, SampledTokens, SamplingBatch, TokenMasks
 from pagemill_kernels.sampling.filters import DRAWS, is_drawn
 from pagemill_kernels.sampling.host import host_sampler
-from pagemill_kernels.sampling.parts import BestTokens, PartOfRows, best_of_all, best_tokens, decide, part_of_rows
+from pagemill_kernels.sampling.parts import (
+    CHANGES,
+    BestTokens,
+    Changes,
+    PartOfReports,
+    PartOfRows,
+    best_of_all,
+    best_tokens,
+    changed,
+    changed_rows,
+    changes_of,
+    decide,
+    logprobs_of,
+    num_above,
+    part_of_reports,
+    part_of_rows,
+)
+from pagemill_kernels.sampling.reference import count
 from pagemill_models.sharding.slices import dealt
 
 Rows = NDArray[np.int64]
+Floats = NDArray[np.float32]
 _NO_ROWS: Rows = np.zeros(0, dtype=np.int64)
+Question = Literal["nothing more", "changed", "draws", "reports", "above", "whole"]
+"""`changed`: the best tokens of rows whose logits are changed; `draws`: of rows that draw; `reports`: log
+probabilities; `above`: how many logits are above given ones; `whole`: all logits of rows."""
+_QUESTIONS = get_args(Question)
+_ARRAYS: dict[Question, tuple[np.dtype[Any], ...]] = {
+    "nothing more": (),
+    "changed": CHANGES,
+    "draws": (np.dtype(np.int64), DRAWS.dtype, np.dtype(np.uint64), np.dtype(np.float32)),
+    "reports": tuple(map(np.dtype, (np.int64, np.float32, np.int64, np.int64, np.int64))),
+    "above": (np.dtype(np.int64), np.dtype(np.float32)),
+    "whole": (np.dtype(np.int64),),
+}
+"""The arrays that are asked with."""
+_HEAD = 1 + max(map(len, _ARRAYS.values()))
 
 
 class LogitsGroup(Protocol):
@@ -41,14 +75,26 @@ class LogitsGroup(Protocol):
         ...
 
 
-class _Question(NamedTuple):
-    """What rank 0 asks for; nothing: it has sampled."""
+class _OwnRows:
+    """The logits of a rank's columns, of which some rows are changed."""
 
-    drawn: Rows = _NO_ROWS
-    draws: Draws | None = None
-    best: NDArray[np.float32] = np.zeros(0, dtype=np.float32)
-    """[drawn]: the largest logit of all."""
-    whole: Rows = _NO_ROWS
+    def __init__(self, raw: Array, first: int) -> None:
+        self.raw, self.first = raw, first
+        self._rows, self._changed = _NO_ROWS, raw[:0]
+
+    def change(self, changes: Changes) -> BestTokens:
+        """Change rows. Returns their best tokens."""
+        self._rows, self._changed = changes.rows, changed(self.raw, changes)
+        return best_tokens(self._changed, self.first)
+
+    def at(self, rows: Rows) -> Array:
+        """Return some rows, changed where they are."""
+        found = self.raw[rows]
+        if len(self._rows):
+            places = np.searchsorted(self._rows, rows).clip(max=len(self._rows) - 1)
+            is_changed = self._rows[places] == rows
+            found[is_changed] = self._changed[places[is_changed]]
+        return found
 
 
 class DividedLogits:
@@ -60,94 +106,145 @@ class DividedLogits:
         self.num_bytes = 0
         """Bytes that rank 0 has taken."""
 
-    def answer(self, own: Array) -> None:
-        """Let rank 0 sample. own: [rows, columns of this rank]."""
-        first = self._columns[self._group.rank][0]
-        best = best_tokens(own, first)
-        self._group.give(_bytes(best.values, best.token_ids), [0])
+    def answer(self, logits: Array) -> None:
+        """Let rank 0 sample. logits: [rows, columns of this rank]."""
+        own = _OwnRows(logits, self._columns[self._group.rank][0])
+        self._give(best_tokens(logits, own.first))
         while True:
-            question = self._read_question()
-            if question is None:
+            question, arrays = self._read_question()
+            if question == "nothing more":
                 return
-            if question.draws is not None:
-                part = part_of_rows(own[question.drawn], first, self._vocab_size, question.draws, question.best)
-                self._group.give(_bytes(part.sums, part.token_ids, part.masses, part.counts), [0])
-                self._group.give(_bytes(part.candidates), [0])
-            if len(question.whole):
-                self._group.give(_bytes(own[question.whole]), [0])
+            if question == "changed":
+                self._give(own.change(Changes(*arrays)))
+            elif question == "draws":
+                rows, settings, keys, best = arrays
+                part = part_of_rows(own.at(rows), own.first, self._vocab_size, Draws(settings, keys), best)
+                self._give((part.sums, part.token_ids, part.masses, part.counts))
+                self._give((part.candidates,))
+            elif question == "reports":
+                rows, best, (width,), places, token_ids = arrays
+                self._give(part_of_reports(own.raw[rows], own.first, best, int(width), (places, token_ids)))
+            elif question == "above":
+                rows, values = arrays
+                self._give((num_above(own.raw[rows], values),))
+            else:
+                self._give((own.raw[arrays[0]],))
 
-    def whole(self, own: Array) -> Array:
+    def whole(self, logits: Array) -> Array:
         """Return all columns of rank 0's rows."""
-        self._best(own)
-        found = self._whole(own, np.arange(len(own)))
-        self._ask(_Question())
+        self._best(logits)
+        found = self._whole(_OwnRows(logits, 0), np.arange(len(logits)))
+        self._ask("nothing more")
         return found
 
-    def sample(self, own: Array, batch: SamplingBatch) -> SampledTokens:
+    def sample(self, logits: Array, batch: SamplingBatch) -> SampledTokens:
         """Sample a token for each of rank 0's rows, the same as from all of their logits."""
-        best = self._best(own)
-        finite = np.isfinite(best.values)
+        own, raw_best = _OwnRows(logits, 0), self._best(logits)
+        finite = np.isfinite(raw_best.values)
+        best = BestTokens(raw_best.values.copy(), raw_best.token_ids.copy())
+        rows = changed_rows(batch)
+        if len(rows):
+            best.values[rows], best.token_ids[rows] = self._changed(own, rows, batch)
         token_ids = best.token_ids.copy()
-        changed = _changed_rows(batch)
-        drawn = _NO_ROWS
+        undecided = _NO_ROWS
         if batch.draws is not None:
-            may_draw = is_drawn(batch.draws.settings) & finite
-            may_draw[changed] = False
+            may_draw = is_drawn(batch.draws.settings) & finite & (best.values > -np.inf)
             drawn = np.flatnonzero(may_draw)
-        if len(drawn):
+            if len(drawn):
+                token_ids[drawn] = self._draw(own, drawn, batch.draws.at(drawn), best.values[drawn])
+                undecided = drawn[token_ids[drawn] < 0]
+        if len(undecided):
             assert batch.draws is not None
-            token_ids[drawn] = self._draw(own, drawn, batch.draws.at(drawn), best.values[drawn])
-        whole = np.union1d(changed, drawn[token_ids[drawn] < 0])
+            draws = SamplingBatch(draws=batch.draws.at(undecided))
+            token_ids[undecided] = host_sampler().sample_tokens(self._whole(own, undecided), draws).token_ids
+        if batch.penalties is not None:
+            count(batch.penalties, token_ids)
         logprobs = None
-        if len(whole):
-            found = host_sampler().sample_tokens(self._whole(own, whole), batch.at(whole))
-            token_ids[whole], finite[whole], logprobs = found
-        self._ask(_Question())
+        if batch.reports is not None:
+            logprobs = self._reports(logits, raw_best.values, token_ids, batch.reports)
+        self._ask("nothing more")
         return SampledTokens(token_ids, finite, logprobs)
 
-    def _best(self, own: Array) -> BestTokens:
-        taken = self._take([[(np.float32, len(own)), (np.int64, len(own))]] * len(self._others))
-        return best_of_all([best_tokens(own, 0), *(BestTokens(*each) for each in taken)])
+    def report(self, logits: Array, token_ids: Rows, reports: Reports) -> Logprobs:
+        """Return log probabilities of tokens of rank 0's rows, the same as from all of their logits."""
+        best = self._best(logits)
+        found = self._reports(logits, best.values, token_ids, reports)
+        self._ask("nothing more")
+        return found
 
-    def _draw(self, own: Array, drawn: Rows, draws: Draws, best: NDArray[np.float32]) -> Rows:
-        self._ask(_Question(drawn, draws, best))
-        mine = part_of_rows(own[drawn], 0, self._vocab_size, draws, best)
+    def _best(self, own: Array) -> BestTokens:
+        return best_of_all([best_tokens(own, 0), *self._taken_best(len(own))])
+
+    def _taken_best(self, num_rows: int) -> list[BestTokens]:
+        taken = self._take([[(np.float32, num_rows), (np.int64, num_rows)]] * len(self._others))
+        return [BestTokens(*each) for each in taken]
+
+    def _changed(self, own: _OwnRows, rows: Rows, batch: SamplingBatch) -> BestTokens:
+        """Let all ranks change rows. Returns their best tokens."""
+        mine, *others = [changes_of(batch, rows, *columns) for columns in self._columns]
+        self._ask("changed", *others)
+        return best_of_all([own.change(mine), *self._taken_best(len(rows))])
+
+    def _draw(self, own: _OwnRows, drawn: Rows, draws: Draws, best: Floats) -> Rows:
+        self._ask("draws", (drawn, draws.settings, draws.keys, best))
+        mine = part_of_rows(own.at(drawn), 0, self._vocab_size, draws, best)
         form: list[tuple[Any, int]] = [(np.float32, len(drawn)), *[(np.int64, len(drawn))] * 3]
         taken = self._take([form] * len(self._others))
         candidates = self._take([[(np.uint64, int(each[3].sum()))] for each in taken])
         others = [PartOfRows(*each, *keys) for each, keys in zip(taken, candidates, strict=True)]
         return decide([mine, *others], self._sizes, draws)
 
-    def _whole(self, own: Array, rows: Rows) -> Array:
-        self._ask(_Question(whole=rows))
+    def _reports(self, logits: Array, best: Floats, token_ids: Rows, reports: Reports) -> Logprobs:
+        """Return log probabilities. token_ids, best: of all rows."""
+        rows, width, num = reports.rows, int(reports.num_top.max()), len(reports.rows)
+        places, asked = np.arange(num), token_ids[rows]
+        if reports.named is not None:
+            places = np.concatenate([places, reports.named.places])
+            asked = np.concatenate([asked, reports.named.token_ids])
+        self._ask("reports", (rows, best[rows], np.array([width]), places, asked))
+        is_in = [(asked >= first) & (asked < end) for first, end in self._columns]
+        forms = [
+            [(np.int64, num), *((each, num * min(width, size)) for each in (np.float32, np.int64)), (np.float32, held)]
+            for size, held in zip(self._sizes[1:], (int(each.sum()) for each in is_in[1:]), strict=True)
+        ]
+        parts = [part_of_reports(logits[rows], 0, best[rows], width, (places, asked))]
+        for masses, top, top_ids, values in self._take(forms):
+            parts.append(PartOfReports(masses, top.reshape(num, -1), top_ids.reshape(num, -1), values))
+        found = np.zeros(len(asked), dtype=np.float32)
+        for part, held in zip(parts, is_in, strict=True):
+            found[held] = part.values
+        self._ask("above", (rows, found[:num]))
+        counts = [num_above(logits[rows], found[:num])]
+        counts += [each for (each,) in self._take([[(np.int64, num)]] * len(self._others))]
+        return logprobs_of(parts, reports, best[rows], found, 1 + np.sum(counts, axis=0))
+
+    def _whole(self, own: _OwnRows, rows: Rows) -> Array:
+        self._ask("whole", (rows,))
         found = np.empty((len(rows), self._vocab_size), dtype=np.float32)
-        found[:, : self._sizes[0]] = own[rows]
+        found[:, : self._sizes[0]] = own.at(rows)
         taken = self._take([[(np.float32, len(rows) * size)] for size in self._sizes[1:]])
         for (values,), (first, end) in zip(taken, self._columns[1:], strict=True):
             found[:, first:end] = values.reshape(len(rows), -1)
         return found
 
-    def _ask(self, question: _Question) -> None:
-        self._group.give(_bytes(np.array([len(question.drawn), len(question.whole)], dtype=np.int64)), self._others)
-        if question.draws is not None:
-            self._group.give(
-                _bytes(question.drawn, question.draws.settings, question.draws.keys, question.best), self._others
-            )
-        if len(question.whole):
-            self._group.give(_bytes(question.whole), self._others)
+    def _give(self, arrays: Sequence[Array]) -> None:
+        self._group.give(_bytes(*arrays), [0])
 
-    def _read_question(self) -> _Question | None:
-        num_drawn, num_whole = self._taken([(np.int64, 2)], 0)[0].tolist()
-        if not num_drawn and not num_whole:
-            return None
-        question = _Question()
-        if num_drawn:
-            form = [(np.int64, num_drawn), (DRAWS.dtype, num_drawn), (np.uint64, num_drawn), (np.float32, num_drawn)]
-            drawn, settings, keys, best = self._taken(form, 0)
-            question = _Question(drawn, Draws(settings, keys), best)
-        if num_whole:
-            question = question._replace(whole=self._taken([(np.int64, num_whole)], 0)[0])
-        return question
+    def _ask(self, question: Question, *arrays: Sequence[Array]) -> None:
+        """Ask all other ranks. `arrays`: for all of them, or for each."""
+        for number, other in enumerate(self._others):
+            given = arrays[min(number, len(arrays) - 1)] if arrays else ()
+            head = np.zeros(_HEAD, dtype=np.int64)
+            head[: 1 + len(given)] = _QUESTIONS.index(question), *map(len, given)
+            self._group.give(head.view(np.uint8), [other])
+            if len(given):
+                self._group.give(_bytes(*given), [other])
+
+    def _read_question(self) -> tuple[Question, list[Array]]:
+        number, *lengths = self._taken([(np.int64, _HEAD)], 0)[0].tolist()
+        question = _QUESTIONS[number]
+        types = _ARRAYS[question]
+        return question, self._taken(list(zip(types, lengths, strict=False)), 0) if types else []
 
     def _take(self, forms: Sequence[Sequence[tuple[Any, int]]]) -> list[list[Array]]:
         """Take arrays of some types and lengths from each other rank."""
@@ -167,12 +264,6 @@ class DividedLogits:
 
 def _bytes(*values: Any) -> Array:
     return np.concatenate([np.ascontiguousarray(each).reshape(-1).view(np.uint8) for each in values])
-
-
-def _changed_rows(batch: SamplingBatch) -> Rows:
-    """Return the rows for which logits are changed or reported."""
-    parts = (batch.masks, batch.edits, batch.penalties, batch.reports)
-    return np.unique(np.concatenate([_NO_ROWS, *(each.rows for each in parts if each is not None)]))
 
 
 class AnsweringModel(WrappedModel):
@@ -201,9 +292,12 @@ class AskingModel(WrappedModel):
     def sample(self, hidden: Array, adapters: Any, batch: SamplingBatch) -> SampledTokens:
         return self._divided.sample(self._model.logits(hidden, adapters), batch)
 
+    def report(self, hidden: Array, adapters: Any, token_ids: Rows, reports: Reports) -> Logprobs:
+        return self._divided.report(self._model.logits(hidden, adapters), token_ids, reports)
+
 
 class AskingRunner(EagerRunner):
-    """An `EagerRunner` that gathers no logits to sample one token of each request."""
+    """An `EagerRunner` that gathers no logits to sample and to report."""
 
     model: AskingModel
 
@@ -212,3 +306,21 @@ class AskingRunner(EagerRunner):
     ) -> Sampled:
         batch = self._sampling.batch(rows, num_generated)._replace(masks=masks)
         return by_row(self.model.sample(hidden, adapters, batch), batch.reports)
+
+    def _sampled_runs(
+        self,
+        hidden: Array,
+        adapters: Any,
+        rows: Rows,
+        num_generated: Rows,
+        proposed: Sequence[Sequence[int]],
+        masks: list[Mask | None],
+    ) -> Sampled:
+        counts = np.array([1 + len(tokens) for tokens in proposed], dtype=np.int64)
+        if self._sampling.penalised[rows[counts > 1]].any():  # their tokens depend on each other
+            return super()._sampled_runs(hidden, adapters, rows, num_generated, proposed, masks)
+        every, numbers = np.repeat(rows, counts), ranges(num_generated, counts)
+        return self._sampled(hidden, adapters, every, numbers, mask_rows(masks))
+
+    def _reported(self, hidden: Array, adapters: Any, piece: PromptRows) -> Logprobs:
+        return self.model.report(hidden, adapters, piece.token_ids, piece.reports)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from pagemill_engine.adapters.messages import AdapterMessage
+from pagemill_engine.executing.base import RunnerInfo
 from pagemill_engine.executing.eager import EagerRunner
 from pagemill_engine.executing.inputs import StepInputs
 from pagemill_engine.executing.prompt_logprobs import PromptRows
@@ -132,7 +133,29 @@ class MessageReader(Protocol):
         ...
 
 
-def follow(runner: FollowerRunner, ring: MessageReader, group: FollowedGroup) -> bool:
+class Follower(Protocol):
+    """The runner of a rank that follows."""
+
+    info: RunnerInfo
+
+    def take(self, before: Iterable[SampledStep]) -> None: ...
+
+    def launch(self, plan: StepPlan) -> Any:
+        """Compute a step, or queue it for a device. Raises what goes wrong."""
+        ...
+
+    def forget(self) -> None: ...
+
+    def read_adapter(self, message: AdapterMessage) -> None: ...
+
+    def sleep(self) -> int: ...
+
+    def wake(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def follow(runner: Follower, ring: MessageReader, group: FollowedGroup) -> bool:
     """Run what rank 0 sends until it closes. Returns whether it has said so, and not only ended.
 
     A step that raises ends for all ranks; those that were sent behind it are left out until rank 0 begins anew. Raises
@@ -158,7 +181,7 @@ def follow(runner: FollowerRunner, ring: MessageReader, group: FollowedGroup) ->
                 return True
 
 
-def _run(runner: FollowerRunner, step: FollowedStep, group: FollowedGroup) -> bool:
+def _run(runner: Follower, step: FollowedStep, group: FollowedGroup) -> bool:
     """Run a step. Returns whether it succeeded."""
     plan = plan_of(step)
     group.begin_step(plan.step)

@@ -93,11 +93,13 @@ class RankedRunner:
         speeds: RankSpeeds,
         num_stages: int = 1,
         prepare_thread: Callable[[], object] | None = None,
+        *,
+        on_device: bool = False,
     ) -> None:
         """Start with followers that have loaded. `speeds`: judges all ranks. `prepare_thread`: of a thread that
-        computes (`ThreadedRunner`)."""
-        self._inner: Runner = _FirstRank(inner, group)
-        if num_stages > 1:
+        computes (`ThreadedRunner`). `on_device`: whether `inner` only queues steps."""
+        self._inner: Runner = (_FirstDevice if on_device else _FirstRank)(inner, group)
+        if num_stages > 1 and not on_device:
             self._inner = ThreadedRunner(self._inner, prepare_thread)
         self.info: RunnerInfo = self._inner.info._replace(
             stages=num_stages, check=self._raise_if_lost, ranks=self._times
@@ -225,3 +227,18 @@ class _FirstRank:
     def wait(self, handle: Any) -> StepResult:
         result: StepResult = handle
         return result
+
+
+class _FirstDevice(_FirstRank):
+    """Rank 0's part of the steps of devices, which run after `launch` has returned."""
+
+    def launch(self, plan: StepPlan) -> Any:
+        self._group.begin_step(plan.step)
+        return self._inner.launch(plan)  # what raises there is raised by `wait`
+
+    def wait(self, handle: Any) -> StepResult:
+        try:
+            return self._inner.wait(handle)
+        except Exception as error:
+            self._group.abort(f"rank 0 {self._group.place(0)}: {type(error).__name__}: {error}")
+            raise

@@ -382,23 +382,12 @@ void report(const SamplingArgs& a, int64_t place, const float* row, const Best& 
   const float chosen = row[token];
   int32_t rank = 1;
   for (int64_t i = 0; i < a.vocab_size; ++i) rank += row[i] > chosen;
-  double total = 0;
-  for (int64_t start = 0; start < a.vocab_size; start += kBlock) {
-    const int64_t stop = std::min(start + kBlock, a.vocab_size);
-    Floats sums = zero();
-    int64_t i = start;
-    for (; i + kLanes <= stop; i += kLanes) sums = sums + exp(load(row + i) - splat(best.value));
-    if (i < stop) {
-      Floats rest = splat(-kInfinity);
-      std::memcpy(&rest, row + i, (stop - i) * sizeof(float));
-      sums = sums + exp(rest - splat(best.value));
-    }
-    for (int lane = 0; lane < kLanes; ++lane) total += sums[lane];
-  }
+  // Masses are integers, so that ranks which divide the vocabulary add up the same total.
+  const double total = static_cast<double>(total_mass(Scaled{row, a.vocab_size, best.value, 1.0f, -kInfinity}));
   a.ranks[place] = rank;
   a.chosen[place] = chosen;
   a.best[place] = best.value;
-  a.log_totals[place] = static_cast<float>(std::log(total));
+  a.log_totals[place] = static_cast<float>(std::log(total * 0x1p-40));
   const int64_t width = std::min(a.top_width, a.vocab_size);
   if (width > 0) most_likely(row, a.vocab_size, width, a.top + place * a.top_width, a.top_ids + place * a.top_width);
 }

@@ -310,7 +310,7 @@ class LocalBackend(Cluster):
     def _start_replica(self, deployment: Deployment) -> None:
         group = deployment.group
         name = unused_name(group.name, {replica.name for replica in self._all_replicas()})
-        gpu = self._free_gpu() if group.process.gpus else None
+        gpus = self._free_gpus(group.process.gpus)
         names_file, adapters_file = deployment.served_files
         prepare = engine_launcher(
             name,
@@ -319,7 +319,7 @@ class LocalBackend(Cluster):
             self._threads_per_engine,
             self._settings,
             self._state_dir,
-            gpu,
+            gpus,
             (self._state_dir.path / names_file, self._state_dir.path / adapters_file),
         )
         supervisor = Supervisor(
@@ -333,7 +333,7 @@ class LocalBackend(Cluster):
             on_change=self._changed,
             on_event=self._on_event,
         )
-        deployment.replicas.append(Replica(supervisor, group.digest, group.process.drain_timeout_s, gpu))
+        deployment.replicas.append(Replica(supervisor, group.digest, group.process.drain_timeout_s, gpus))
         supervisor.start()
 
     def _drain(self, deployment: Deployment, replica: Replica) -> None:
@@ -358,8 +358,9 @@ class LocalBackend(Cluster):
     def _all_replicas(self) -> list[Replica]:
         return [replica for deployment in self._deployments.values() for replica in deployment.replicas]
 
-    def _free_gpu(self) -> str | None:
-        return least_used(self._settings.gpus, [replica.gpu for replica in self._all_replicas()])
+    def _free_gpus(self, number: int) -> tuple[str, ...]:
+        in_use = [gpu for replica in self._all_replicas() for gpu in replica.gpus]
+        return least_used(self._settings.gpus, in_use, number)
 
     def _threads_per_engine(self) -> int:
         wanted = sum(self._plan(each).replicas for each in self._deployments.values() if each.is_in_effect)

@@ -22,10 +22,10 @@ def visible_gpus(environment: Mapping[str, str], devices: Path = DEVICES) -> tup
     return tuple(str(number) for number, _ in enumerate(devices.glob("nvidia[0-9]*")))
 
 
-def least_used(gpus: Sequence[str], in_use: Iterable[str | None]) -> str | None:
-    """Return the first of the devices that the fewest replicas use, or None without devices."""
+def least_used(gpus: Sequence[str], in_use: Iterable[str], number: int) -> tuple[str, ...]:
+    """Return the first `number` of the devices that the fewest replicas use, or all if there are fewer."""
     uses = Counter(in_use)
-    return min(gpus, key=lambda gpu: uses[gpu], default=None)
+    return tuple(sorted(gpus, key=lambda gpu: uses[gpu])[:number])
 
 
 def threads_per_engine(cores: int, num_engines: int) -> int:

@@ -40,8 +40,8 @@ class Replica:
     supervisor: Supervisor
     digest: str
     drain_timeout_s: float
-    gpu: str | None = None
-    """The GPU that the engine uses."""
+    gpus: tuple[str, ...] = ()
+    """The GPUs that the engine uses."""
     ending: asyncio.Task[None] | None = field(default=None)
     """Set once the replica is being drained."""
     ordered: Literal["asleep", "waking"] | None = None
@@ -191,12 +191,12 @@ def engine_launcher(
     num_threads: Callable[[], int],
     settings: LocalSettings,
     state_dir: StateDir,
-    gpu: str | None,
+    gpus: tuple[str, ...],
     served_files: tuple[Path, Path],
 ) -> Callable[[], Launch]:
     """Return a function that prepares a start of the replica `name`, with new ports each time.
 
-    `gpu` is the only device that the engine sees; `served_files` list its names and adapters.
+    `gpus` are the only devices that the engine sees; none: it sees all; `served_files` list its names and adapters.
     """
 
     names_file, adapters_file = served_files
@@ -210,7 +210,7 @@ def engine_launcher(
         path = state_dir.write_json(f"{name}.json", content)
         # A killed engine's temporary files are removed with the state folder.
         temporary = {"TMPDIR": str(state_dir.temporary)} if state_dir.temporary else {}
-        device = {} if gpu is None else {VISIBLE: gpu}
+        device = {VISIBLE: ",".join(gpus)} if gpus else {}
         return Launch(
             command=(settings.python, "-m", process.module, "--settings", str(path)),
             environment={**settings.environment, **temporary, **device, **process.environment},

@@ -1,0 +1,88 @@
+"""A follower's process on a device that does something else than others: what, stands in its environment."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from pagemill_engine.executing.device.device_ranks import DeviceSignals
+from pagemill_engine.executing.device.graphs import GraphCapturer, GraphShape
+from pagemill_engine.starting import load_device_ranks, rank_process
+from pagemill_engine.weights.errors import LoadError
+
+VARIABLE = "DEVICE_RANK"
+SHAPES = [GraphShape(1, 1, True), GraphShape(4, 4, True), GraphShape(16, 4, False)]
+Plan = dict[str, Any]
+"""`records`: steps as graphs are; `raises`, `stops`: at the exchange of a step; `cannot load`: its weights."""
+
+
+class ReplayRecorder:
+    """Replaces CUDA graphs: a captured function runs again on the same buffers."""
+
+    def __init__(self) -> None:
+        self.num_run = 0
+
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        run()
+
+        def again() -> None:
+            self.num_run += 1
+            run()
+
+        return again
+
+
+@contextmanager
+def recording(recorder: GraphCapturer) -> Iterator[None]:
+    """Let runners that are loaded meanwhile record steps."""
+    load = load_device_ranks._load
+
+    def recorded(*given: Any) -> Any:
+        runner = load(*given)
+        runner.capture_graphs(SHAPES, lambda: recorder)
+        return runner
+
+    load_device_ranks._load = recorded
+    try:
+        yield
+    finally:
+        load_device_ranks._load = load
+
+
+def main() -> None:
+    plan: Plan = json.loads(os.environ[VARIABLE])
+    if "cannot load" in plan:
+
+        def fail(*_: Any) -> None:
+            raise LoadError("ModelTooLarge", "no room for it")
+
+        load_device_ranks.load_weights = fail
+    if at := plan.get("raises") or plan.get("stops"):
+        _disturb(*at, stops="stops" in plan)
+    if "records" not in plan:
+        rank_process.main()
+        return
+    with recording(ReplayRecorder()):
+        rank_process.main()
+
+
+def _disturb(step: int, number: int, *, stops: bool) -> None:
+    come = DeviceSignals.come
+
+    def coming(signals: DeviceSignals) -> None:
+        if signals.status(signals.rank).step == step and signals._number == number - 1:
+            if not stops:
+                come(signals)
+                raise MemoryError("no memory")
+            os.kill(os.getpid(), signal.SIGSTOP)
+        come(signals)
+
+    DeviceSignals.come = coming  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    main()
