@@ -1,0 +1,145 @@
+"""The native layers of hybrids give the bits of single operations with the same kernels, in one call per step, and the
+tokens of transformers; faults that are planted in their parts are detected."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from family_models import VOCAB_SIZE
+from hybrid_models import MODELS, OTHERS, SHORT, STATE_SPACES, VARIANTS, check_greedy, prompts_of, write_hybrid
+
+from pagemill_engine.decoders.native.decoder import NativeDecoder
+from pagemill_engine.executing.torch_model import TorchModel
+from pagemill_kernels.cpu import launch, library
+from pagemill_kernels.decoder_layer.native import NativeLayers
+from pagemill_kernels.decoder_layer.parts import LayerParts, MoEParts
+from pagemill_kernels.experts.native import NativeExperts
+from pagemill_kernels.experts.parts import Gate
+
+pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.unavailable_reason()}")
+
+Loader = Callable[..., Any]
+Drivers = Callable[[Any], Any]
+CASES = {name: case for name, case in (MODELS | STATE_SPACES | SHORT | OTHERS | VARIANTS).items() if "kimi" not in name}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "bfloat16, int8 cache": {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
+    "int4, deterministic": {"quantization": "int4", "deterministic": True},
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made: Path = tmp_path_factory.mktemp("hybrid")
+    write_hybrid(*CASES[request.param], made, VOCAB_SIZE)
+    return made
+
+
+@pytest.mark.sample("qwen3.5-float32", "falcon-h1-float32", "nemotron-h-float32", "lfm3-float32", "olmo-hybrid-int4*")
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_one_call_gives_the_bits_of_single_operations(
+    folder: Path, settings: str, runner_loader: Loader, make_driver: Drivers
+) -> None:
+    asked = {"backend": "cpu_native", "num_kv_blocks": 4096, **SETTINGS[settings]}
+    native, single = runner_loader(folder, **asked), runner_loader(folder, by_torch=True, **asked)
+    assert (type(native.model), type(single.model)) == (NativeDecoder, TorchModel)
+    assert native.info.weight_bytes == single.info.weight_bytes
+    prompts = prompts_of((1, 5, 16, 33, 61))
+    for chunk in (512, 7):
+        driven = [make_driver(runner).greedy(prompts, 20, max_num_batched_tokens=chunk) for runner in (native, single)]
+        assert [result.token_ids for result in driven[0]] == [result.token_ids for result in driven[1]]
+        assert [result.logprobs for result in driven[0]] == [result.logprobs for result in driven[1]]
+
+
+def test_a_step_makes_one_native_call_for_all_layers(
+    tmp_path: Path, runner_loader: Loader, make_driver: Drivers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_hybrid(*MODELS["qwen3.5"], tmp_path, VOCAB_SIZE)
+    runner = runner_loader(tmp_path, backend="cpu_native")
+    called: Counter[str] = Counter()
+    loaded = library.load()
+
+    class Counting:
+        def __getattr__(self, name: str) -> Any:
+            called[name] += 1
+            return getattr(loaded, name)
+
+    monkeypatch.setattr(launch, "native", Counting)
+    make_driver(runner).greedy([[1, 2, 3]], 4)
+    # The call of all layers and that of the head's product were looked up before.
+    del called["pagemill_sampling_columns"]
+    assert called == {"pagemill_rms_norm": 4, "pagemill_sample": 4}
+
+
+def of_mixer(change: Callable[[Any], Any]) -> Callable[[list[LayerParts]], list[LayerParts]]:
+    """Return a change of all blocks that keep a state."""
+
+    def changed(layers: list[LayerParts]) -> list[LayerParts]:
+        return [each._replace(recurrent=each.recurrent and change(each.recurrent)) for each in layers]
+
+    return changed
+
+
+def exchanged_gates(layers: list[LayerParts]) -> list[LayerParts]:
+    first, second, *_ = (each for each in layers if each.head_gates is not None)
+    others = {id(first): second.head_gates, id(second): first.head_gates}
+    return [each._replace(head_gates=others.get(id(each), each.head_gates)) for each in layers]
+
+
+def of_experts(change: Callable[[MoEParts], MoEParts]) -> Callable[[list[LayerParts]], list[LayerParts]]:
+    def changed(layers: list[LayerParts]) -> list[LayerParts]:
+        return [each._replace(mlp=change(each.mlp)) if isinstance(each.mlp, MoEParts) else each for each in layers]
+
+    return changed
+
+
+def with_relu(mlp: MoEParts) -> MoEParts:
+    return mlp._replace(experts=NativeExperts(*mlp.experts._kept, Gate("relu", None, False)))
+
+
+def key_taps_first(mixer: Any) -> Any:
+    of_keys = mixer.num_keys * mixer.key_dim
+    queries, keys, values = np.split(mixer.taps, [of_keys, 2 * of_keys], axis=1)
+    return mixer._replace(taps=np.ascontiguousarray(np.concatenate([keys, queries, values], axis=1)))
+
+
+PARTS: dict[str, tuple[str, Callable[[list[LayerParts]], list[LayerParts]]]] = {
+    "gates of another layer": ("lfm3", exchanged_gates),
+    "attention without its gates": ("qwen3.5-moe", lambda layers: [each._replace(gated=False) for each in layers]),
+    "another activation of experts": ("nemotron-h", of_experts(with_relu)),
+    "another bias of choices": ("lfm2-moe", of_experts(lambda mlp: mlp._replace(choice_bias=-mlp.choice_bias))),
+    "rates up to one": ("olmo-hybrid", of_mixer(lambda mixer: mixer._replace(rate_scale=1.0))),
+    "kernels of queries and keys exchanged": ("qwen3.5-moe", of_mixer(key_taps_first)),
+    "norms with another epsilon": ("qwen3.5", of_mixer(lambda mixer: mixer._replace(eps=0.1))),
+    "values are not added": ("bamba", of_mixer(lambda mixer: mixer._replace(skips=0 * mixer.skips))),
+    "inputs without factors": ("falcon-h1", of_mixer(lambda mixer: mixer._replace(scales=None))),
+    "gates before and behind exchanged": (
+        "lfm2",
+        of_mixer(lambda mixer: mixer._replace(places=mixer.places._replace(gates=0, mixed=mixer.places.gates))),
+    ),
+}
+"""By fault: the model with the part, and what changes the parts of its layers."""
+
+
+@pytest.mark.sample("gates of another layer", "kernels *", "rates *")
+@pytest.mark.parametrize("fault", PARTS)
+def test_faults_planted_in_parts_are_detected(
+    fault: str, tmp_path: Path, runner_loader: Loader, make_driver: Drivers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, change = PARTS[fault]
+    reference = write_hybrid(*CASES[name], tmp_path)
+    runner = runner_loader(tmp_path)
+    prompts = prompts_of((17, 40))
+    for is_faulty in (False, True):
+        if is_faulty:
+            monkeypatch.setattr(runner.model, "_runs", [(0, NativeLayers(change(runner.model.layers)))])
+        answers = [each.token_ids for each in make_driver(runner).greedy(prompts, 24, enable_prefix_caching=False)]
+        with pytest.raises(AssertionError) if is_faulty else nullcontext():
+            for prompt, answer in zip(prompts, answers, strict=True):
+                check_greedy(reference, prompt, answer)
