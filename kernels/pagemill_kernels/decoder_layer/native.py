@@ -12,6 +12,7 @@ from pagemill_kernels import arrays
 from pagemill_kernels.adapters.native import NativeAdapterRows
 from pagemill_kernels.arrays import Array, address, optional_address
 from pagemill_kernels.cpu import launch, library
+from pagemill_kernels.cpu.state_structures import StateCache
 from pagemill_kernels.decoder_layer.parts import LayerParts, MLPParts, MoEParts, NormParts, RecurrentParts
 from pagemill_kernels.experts.native import gating_of
 from pagemill_kernels.kv_store import kinds
@@ -36,7 +37,7 @@ class CacheAddresses(NamedTuple):
     """Bytes from one block to the next, int64 [layers]."""
     number: int
     """Number of the caches' type."""
-    states: Sequence[library.StateCache | None]
+    states: Sequence[StateCache | None]
     state_addresses: ctypes.Array[ctypes.c_void_p]
 
     @classmethod
@@ -299,8 +300,8 @@ def _recurrent_weights(parts: RecurrentParts) -> library.RecurrentWeights:
     )
 
 
-def _state_cache(states: Array, windows: Array, log: Array, inputs: Array) -> library.StateCache:
-    return library.StateCache(
+def _state_cache(states: Array, windows: Array, log: Array, inputs: Array) -> StateCache:
+    return StateCache(
         states=address(states),
         windows=address(windows),
         log=address(log),

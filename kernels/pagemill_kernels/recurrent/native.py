@@ -9,7 +9,7 @@ import numpy as np
 from pagemill_kernels import arrays
 from pagemill_kernels.arrays import Array, address, optional_address
 from pagemill_kernels.cpu import launch
-from pagemill_kernels.cpu.library import ConvolutionArgs, RecurrenceArgs, StateRows
+from pagemill_kernels.cpu.state_structures import ConvolutionArgs, RecurrenceArgs, StateRows
 from pagemill_kernels.recurrent.batch import StateBatch
 
 

@@ -3,6 +3,8 @@ tokens of transformers; faults that are planted in their parts are detected."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -75,6 +77,38 @@ def test_a_step_makes_one_native_call_for_all_layers(
     # The call of all layers and that of the head's product were looked up before.
     del called["pagemill_sampling_columns"]
     assert called == {"pagemill_rms_norm": 4, "pagemill_sample": 4}
+
+
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None
+from pagemill_engine.config import EngineConfig
+from pagemill_engine.loop.core import EngineCore
+from pagemill_engine.starting.factory import create_runner
+from pagemill_protocol.request.generate import GenerateRequest
+from pagemill_protocol.request.sampling import SamplingParams
+
+for folder in sys.argv[1:]:
+    config = EngineConfig(model=folder, num_kv_blocks=512, max_model_len=256)
+    core = EngineCore(config, create_runner(config, lambda phase, detail: None))
+    sampling = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    core.add(GenerateRequest(request_id="r", model="m", prompt_token_ids=[1, 2, 3], sampling=sampling))
+    print(sum(len(output.token_ids) for output in core.step().outputs), end=" ")
+    while core.has_work:
+        print(sum(len(output.token_ids) for output in core.step().outputs), end=" ")
+"""
+
+
+def test_hybrids_need_no_torch(tmp_path: Path) -> None:
+    folders = []
+    for name in ("qwen3.5-moe", "nemotron-h", "lfm3"):
+        write_hybrid(*CASES[name], tmp_path / name, VOCAB_SIZE)
+        folders.append(str(tmp_path / name))
+    found = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, *folders], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert found.returncode == 0, found.stderr
+    assert sum(map(int, found.stdout.split())) == 20 * len(folders)
 
 
 def of_mixer(change: Callable[[Any], Any]) -> Callable[[list[LayerParts]], list[LayerParts]]:
