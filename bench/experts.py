@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.starting.factory import create_runner
+from pagemill_kernels.huge_pages import collapse_when_idle
 from pagemill_models.declaration.caches import StateSpec
 from pagemill_models.spec.decoders import decoder_from_config
 from pagemill_models.spec.model_files import load_model_spec
@@ -146,6 +147,7 @@ def main() -> None:
         share = {name: spec.num_read_parameters() / spec.num_parameters for name, spec in specs.items()}
         for storage in args.weights:
             decodes = {name: Decodes(Path(folder) / name, args.threads, STORAGE[storage]) for name in specs}
+            collapse_when_idle().join()  # into huge pages, as in an engine that has been up for a while
             for size in args.batches:
                 runs: dict[str, list[float]] = {name: [] for name in specs}
                 for _ in range(args.runs):
