@@ -438,7 +438,7 @@ def cell(text: str) -> str:
 TORCH_ON_CPUS = {
     **dict.fromkeys(("bert", "modernbert", "roberta", "xlm_roberta"), "encoder"),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4"), "latent attention"),
-    "kimi_linear": "latent attention, decays by channel",
+    "kimi_linear": "latent attention",
     "gemma4": "keys that layers share, inputs of layers",
     "opt": "350m only: norms behind its blocks, projections",
 }

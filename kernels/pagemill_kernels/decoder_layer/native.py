@@ -198,9 +198,8 @@ class _Weights:
 
     def _set_recurrent(self, parts: RecurrentParts) -> None:
         self._recurrent = _recurrent_weights(parts)
-        rates = 0 if parts.rates is None else parts.rates.out_features
-        of_values = parts.num_values * parts.value_dim
-        own = parts.inputs.out_features + rates + parts.taps.shape[1] + of_values
+        products = sum(each.out_features for each in parts.matrices() if each is not parts.output)
+        own = products + parts.taps.shape[1] + parts.num_values * parts.value_dim
         self.heads_size = max(self.heads_size, own)
         self.layer.recurrent = ctypes.addressof(self._recurrent)
 
@@ -256,12 +255,23 @@ def _recurrent_weights(parts: RecurrentParts) -> library.RecurrentWeights:
     inputs, rates, output, at = parts.inputs, parts.rates, parts.output, parts.places
     norm_parts, first_head, whole_heads = parts.norm_of_ranks
     of_values = parts.num_values * parts.value_dim
+    steps_down, steps_up = parts.steps or (None, None)
+    gates_down, gates_up = parts.gates or (None, None)
+    decays = parts.num_values * (1 if steps_up is None else parts.key_dim)
     return library.RecurrentWeights(
         inputs=inputs.address,
         rates=None if rates is None else rates.address,
+        steps_down=None if steps_down is None else steps_down.address,
+        steps_up=None if steps_up is None else steps_up.address,
+        gates_down=None if gates_down is None else gates_down.address,
+        gates_up=None if gates_up is None else gates_up.address,
         output=output.address,
         inputs_bias=inputs.bias_address,
         rates_bias=None if rates is None else rates.bias_address,
+        steps_down_bias=None if steps_down is None else steps_down.bias_address,
+        steps_up_bias=None if steps_up is None else steps_up.bias_address,
+        gates_down_bias=None if gates_down is None else gates_down.bias_address,
+        gates_up_bias=None if gates_up is None else gates_up.bias_address,
         output_bias=output.bias_address,
         scales=optional_address(parts.scales),
         taps=address(parts.taps),
@@ -274,7 +284,7 @@ def _recurrent_weights(parts: RecurrentParts) -> library.RecurrentWeights:
         output_norm=_norm(parts.output_norm),
         channels=parts.taps.shape[1],
         width=len(parts.taps),
-        log_values=parts.num_keys * parts.key_dim + of_values + parts.num_values,
+        log_values=parts.num_keys * parts.key_dim + of_values + decays,
         num_keys=parts.num_keys,
         num_values=parts.num_values,
         key_dim=parts.key_dim,

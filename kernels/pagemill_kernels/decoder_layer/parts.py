@@ -80,6 +80,10 @@ class RecurrentParts(NamedTuple):
     places: StatePlaces
     rates: NativeLinear | None = None
     """Rows: the rates of all value heads, then their steps; None: a state space's, whose steps are in `inputs`."""
+    steps: tuple[NativeLinear, NativeLinear] | None = None
+    """Two products behind one another, whose result decays each channel of keys by itself; `rates` then has no steps."""
+    gates: tuple[NativeLinear, NativeLinear] | None = None
+    """With `steps`, likewise: what the gates are the sigmoids of."""
     tap_bias: Array | None = None
     scales: Array | None = None
     """float32 [rows of `inputs`]: factors."""
@@ -103,6 +107,10 @@ class RecurrentParts(NamedTuple):
     """Before the block."""
     output_norm: NormParts | None = None
     residual_scale: float = 1.0
+
+    def matrices(self) -> Iterator[NativeLinear]:
+        every = (self.inputs, self.rates, *(self.steps or ()), *(self.gates or ()), self.output)
+        yield from (each for each in every if each is not None)
 
     def vectors(self) -> Iterator[Array]:
         """Yield the weights that are no matrices, without norms around the block."""

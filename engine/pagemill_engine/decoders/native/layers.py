@@ -14,7 +14,7 @@ from pagemill_engine.decoders.tensors import read_tensor
 from pagemill_kernels.decoder_layer.parts import LayerParts, MLPParts, MoEParts, NormParts, SharedExpertParts
 from pagemill_kernels.experts.native import NativeExperts
 from pagemill_kernels.linear.native import NativeLinear
-from pagemill_models.declaration.caches import DeltaRuleSpec, RecurrentSpec, ShortConvolutionSpec, StateSpaceSpec
+from pagemill_models.declaration.caches import RecurrentSpec
 from pagemill_models.declaration.declaration import (
     AttentionSpec,
     BranchSpec,
@@ -114,7 +114,7 @@ def layer_bytes(layer: LayerParts) -> int:
     norms = [layer.attention_norm, layer.mlp_norm, layer.attention_output_norm, layer.mlp_output_norm]
     vectors = [layer.sinks, mlp.choice_bias if isinstance(mlp, MoEParts) else None]
     if recurrent is not None:
-        matrices += [recurrent.inputs, recurrent.rates, recurrent.output]
+        matrices += recurrent.matrices()
         norms += [recurrent.norm, recurrent.output_norm]
         vectors += recurrent.vectors()
     held: int = sum(each.num_bytes for each in matrices if each is not None)
@@ -191,7 +191,7 @@ _ORDERS = {
 def _kind(block: object) -> str:
     if _is_plain_attention(block):
         return "a"
-    if isinstance(block, DeltaRuleSpec | StateSpaceSpec | ShortConvolutionSpec):
+    if isinstance(block, RecurrentSpec):
         return "r"
     return "m" if _is_plain_mlp(block) else "?"
 

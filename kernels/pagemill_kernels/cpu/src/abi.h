@@ -304,10 +304,18 @@ struct StateCache {
 // two gates. Numbers named `_at` are those of the first values of a part in a row.
 struct RecurrentWeights {
   const PackedWeight* inputs;
-  const PackedWeight* rates;  // rates, then steps; null: the steps are in the inputs, and rates are the steps
+  const PackedWeight* rates;  // rates, then steps if these decay whole heads; null: steps are in inputs, rates are steps
+  const PackedWeight* steps_down;  // of decays by channel, like the next three: products of products
+  const PackedWeight* steps_up;
+  const PackedWeight* gates_down;
+  const PackedWeight* gates_up;
   const PackedWeight* output;
   const float* inputs_bias;
   const float* rates_bias;
+  const float* steps_down_bias;
+  const float* steps_up_bias;
+  const float* gates_down_bias;
+  const float* gates_up_bias;
   const float* output_bias;
   const float* scales;    // [inputs' outputs]: factors
   const float* taps;      // [width][channels]
