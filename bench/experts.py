@@ -1,7 +1,9 @@
-"""Compares decodes of a mixture of experts, and of families with layer norms, with a Llama that reads as many bytes.
+"""Compares decodes of mixtures of experts, families with layer norms, or hybrids, with a Llama that reads about as many
+bytes.
 
-Random weights, one request, all models in one process and alternating; the median of the runs counts. Goal: at least
-0.8 of the Llama's share of the memory bandwidth.
+Random weights, all models in one process and alternating; the median of the runs counts. Goal: at least 0.8 of the
+Llama's share of the memory bandwidth. What a hybrid reads and writes are its weights, each state once a step,
+and their next versions once a block.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from safetensors.torch import save_file
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.starting.factory import create_runner
+from pagemill_kernels.huge_pages import collapse_when_idle
+from pagemill_models.declaration.caches import StateSpec
 from pagemill_models.spec.decoders import decoder_from_config
 from pagemill_models.spec.model_files import load_model_spec
 from pagemill_models.spec.model_spec import ModelSpec
@@ -49,6 +53,31 @@ GLM: dict[str, Any] = {"architectures": ["Glm4MoeForCausalLM"], "intermediate_si
 GLM |= {"moe_intermediate_size": 512, "n_routed_experts": 24, "num_experts_per_tok": 6, "n_shared_experts": 1}
 GLM |= {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "head_dim": 64, "use_qk_norm": True}
 MODELS = {"dense": DENSE, "experts": MOE, "glm-4.5": GLM, "starcoder2": STARCODER2, "gpt-neox": NEOX}
+# Qwen3.5's shape of 0.8B with a smaller vocabulary, and other kinds of states in the same sizes.
+SMALL: dict[str, Any] = {
+    "hidden_size": 1024,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "intermediate_size": 3584,
+    "vocab_size": 32_000,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": True,
+}
+QWEN: dict[str, Any] = {"architectures": ["Qwen3_5ForCausalLM"], **SMALL, "linear_num_key_heads": 16}
+QWEN |= {"linear_num_value_heads": 16, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
+BAMBA: dict[str, Any] = {"architectures": ["BambaForCausalLM"], **SMALL, "attn_layer_indices": [5, 11, 17, 23]}
+BAMBA |= {"mamba_n_heads": 32, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 1, "mamba_d_conv": 4}
+LFM: dict[str, Any] = {"architectures": ["Lfm2ForCausalLM"], **SMALL, "block_auto_adjust_ff_dim": False}
+LFM |= {"full_attn_idxs": [3, 7, 11, 15, 19, 23]}
+HYBRIDS = {
+    "dense": {"architectures": ["LlamaForCausalLM"], **SMALL},
+    "qwen3.5": QWEN,
+    "bamba": BAMBA,
+    "lfm2": LFM,
+}
+BLOCK_SIZE = 16
 STORAGE: dict[str, dict[str, Any]] = {
     "bfloat16": {},
     "int8": {"quantization": "int8"},
@@ -67,20 +96,32 @@ def write_model(folder: Path, values: dict[str, Any]) -> ModelSpec:
     return load_model_spec(folder)
 
 
+def state_bytes(spec: ModelSpec) -> float:
+    """Return the bytes of states that a decode of one request reads and writes."""
+    kept = [each for _, each in spec.decoder.caches() if isinstance(each, StateSpec)]
+    return 4 * sum(each.num_values for each in kept) * (1 + 1 / BLOCK_SIZE)
+
+
 class Decodes:
-    """Decode steps of one request, one token each."""
+    """Decode steps of several requests, one token each."""
 
     def __init__(self, folder: Path, num_threads: int, settings: dict[str, Any]) -> None:
-        config = EngineConfig(model=str(folder), num_kv_blocks=128, num_threads=num_threads, **settings)
+        config = EngineConfig(
+            model=str(folder), max_num_seqs=8, max_model_len=256, block_size=BLOCK_SIZE, num_threads=num_threads,
+            enable_prefix_caching=False, **settings,
+        )  # fmt: skip
         self._runner = create_runner(config, lambda phase, detail: None)
-        self._config, self.compute = config, self._runner.info.compute
-        self.weight_bytes = self._runner.info.weight_bytes
+        self._core, self._num_requests = EngineCore(config, self._runner), 0
+        self.compute, self.weight_bytes = self._runner.info.compute, self._runner.info.weight_bytes
 
-    def seconds(self, num_tokens: int, clock: Callable[[], float] = time.perf_counter) -> float:
-        """Return the mean seconds of a step; the prompt's step and the first two decodes do not count."""
-        core = EngineCore(self._config, self._runner)
+    def seconds(self, num_tokens: int, size: int = 1, clock: Callable[[], float] = time.perf_counter) -> float:
+        """Return the mean seconds of a step; the prompts' step and the first two decodes do not count."""
+        core = self._core
         sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens + 3, ignore_eos=True)
-        core.add(GenerateRequest(request_id="r", model="m", prompt_token_ids=[1, 2, 3], sampling=sampling))
+        for index in range(size):
+            self._num_requests += 1
+            name, prompt = f"r{self._num_requests}", [1, 2, 3 + index]
+            core.add(GenerateRequest(request_id=name, model="m", prompt_token_ids=prompt, sampling=sampling))
         for _ in range(3):
             core.step()
         start, count = clock(), 0
@@ -95,22 +136,33 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=100)
+    parser.add_argument("--hybrids", action="store_true", help="hybrids in place of the others")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1])
+    parser.add_argument("--weights", choices=STORAGE, nargs="+", default=list(STORAGE))
     args = parser.parse_args()
-    rows, ratios = [], {}
+    rows, ratios = [], dict[str, dict[str, float]]()
     with tempfile.TemporaryDirectory() as folder:
-        specs = {name: write_model(Path(folder) / name, each) for name, each in MODELS.items()}
-        for storage, settings in STORAGE.items():
-            decodes = {name: Decodes(Path(folder) / name, args.threads, settings) for name in specs}
-            runs: dict[str, list[float]] = {name: [] for name in specs}
-            for _ in range(args.runs):
-                for name, each in decodes.items():
-                    runs[name].append(each.seconds(args.tokens))
-            share = {name: spec.num_read_parameters() / spec.num_parameters for name, spec in specs.items()}
-            speed = {name: share[name] * decodes[name].weight_bytes / median(runs[name]) / 1e9 for name in specs}
-            ratios[storage] = {name: speed[name] / speed["dense"] for name in specs}
-            for name in specs:
-                step_ms = median(runs[name]) * 1000
-                rows.append([storage, name, f"{step_ms:.2f}", speed[name], f"{ratios[storage][name]:.2f}x"])
+        models = HYBRIDS if args.hybrids else MODELS
+        specs = {name: write_model(Path(folder) / name, each) for name, each in models.items()}
+        share = {name: spec.num_read_parameters() / spec.num_parameters for name, spec in specs.items()}
+        for storage in args.weights:
+            decodes = {name: Decodes(Path(folder) / name, args.threads, STORAGE[storage]) for name in specs}
+            collapse_when_idle().join()  # into huge pages, as in an engine that has been up for a while
+            for size in args.batches:
+                runs: dict[str, list[float]] = {name: [] for name in specs}
+                for _ in range(args.runs):
+                    for name, each in decodes.items():
+                        runs[name].append(each.seconds(args.tokens, size))
+                step_bytes = {
+                    name: share[name] * decodes[name].weight_bytes + size * state_bytes(spec)
+                    for name, spec in specs.items()
+                }
+                speed = {name: step_bytes[name] / median(runs[name]) / 1e9 for name in specs}
+                work = f"{storage}, {size} requests"
+                ratios[work] = {name: speed[name] / speed["dense"] for name in specs}
+                for name in specs:
+                    step_ms = median(runs[name]) * 1000
+                    rows.append([work, name, f"{step_ms:.2f}", speed[name], f"{ratios[work][name]:.2f}x"])
     columns = ["weights", "model", "step ms", "GB/s", "of dense"]
     emit("experts", columns, rows, {"ratios": ratios, "threads": args.threads})
 

@@ -146,7 +146,7 @@ def main() -> None:
         runs: dict[str, list[float]] = {form: [] for form in decodes}
         for _ in range(args.runs):
             for form, each in decodes.items():
-                runs[form].append(each.seconds(args.tokens, clock))
+                runs[form].append(each.seconds(args.tokens, clock=clock))
     times = {form: median(each) for form, each in runs.items()}
     ratios = {form: median(peer / it for peer, it in zip(runs[PEER], each, strict=True)) for form, each in runs.items()}
     rows = [

@@ -72,8 +72,8 @@ MODELS_NOTES = """\
   attention windows, recurrent or compressed state, `longrope`, unknown arguments of attention, and code from the
   model's files. `transformers` must be installed in the engine, in the operator and where `pagemill plan` runs.
 - **Hybrids** with gated delta rules (Qwen3.5, Qwen3-Next, OLMo Hybrid, Kimi Linear), Mamba 2's state spaces (Bamba,
-  Falcon-H1, Granite 4, Nemotron-H) or short convolutions (LFM2, its mixtures, LFM3) run on CPUs and need torch in
-  any shape; states are computed by native kernels. Their prefixes are reused from states that are kept behind
+  Falcon-H1, Granite 4, Nemotron-H) or short convolutions (LFM2, its mixtures, LFM3) run on CPUs, in one native call
+  for all layers; only Kimi Linear needs torch. Their prefixes are reused from states that are kept behind
   points of prompts ([ADR 100](../adr/0100-states-are-blocks.md)). Every family is compared with its class in
   transformers over whole sequences without a cache, in float32: greedy tokens in batches, in chunks, after prefix
   hits and preemption, as choices and continued elsewhere, with int8 and int4 weights, and with adapters beside
@@ -445,10 +445,7 @@ def cell(text: str) -> str:
 TORCH_ON_CPUS = {
     **dict.fromkeys(("bert", "modernbert", "roberta", "xlm_roberta"), "encoder"),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4"), "latent attention"),
-    **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "olmo_hybrid"), "states"),
-    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_next"), "states"),
-    **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3"), "short convolutions"),
-    "kimi_linear": "states, latent attention",
+    "kimi_linear": "latent attention",
     "gemma4": "keys that layers share, inputs of layers",
     "opt": "350m only: norms behind its blocks, projections",
 }

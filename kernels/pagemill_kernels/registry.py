@@ -87,6 +87,7 @@ _IMPLEMENTATIONS: dict[str, dict[Backend, str]] = {
         "cpu_native": "torch_ops:activate_and_mul",
     },
     "activate": {"reference": "activation.reference:activate", "cpu_native": "torch_ops:activate"},
+    "gate_heads": {"reference": "activation.reference:gate_heads", "cpu_native": "torch_ops:gate_heads"},
     "route": {"reference": "experts.reference:route", "cpu_native": "torch_ops:route"},
     "route_by_groups": {
         "reference": "experts.reference:route_by_groups",
@@ -232,6 +233,7 @@ class Ops(NamedTuple):
     gelu_and_mul: Callable[..., Tensor]
     activate_and_mul: Callable[..., Tensor]
     activate: Callable[[Tensor, str], Tensor]
+    gate_heads: Callable[[Tensor, Tensor], Tensor]
     route: Callable[[Tensor, int, bool], tuple[Tensor, Tensor]]
     route_by_groups: Callable[..., tuple[Tensor, Tensor]]
     add_gated: Callable[[Tensor, Tensor, Tensor], None]

@@ -184,6 +184,13 @@ def activate_and_mul(gate_up: Tensor, name: str, limit: float | None = None) -> 
     return to_torch(activation.activate_and_mul(from_torch(gate_up), name, limit))
 
 
+def gate_heads(x: Tensor, gates: Tensor) -> Tensor:
+    if x.dtype != torch.float32 or gates.dtype != torch.float32:
+        return activation_reference.gate_heads(x, gates)
+    activation.gate_heads(from_torch(x), from_torch(gates))
+    return x
+
+
 def activate(x: Tensor, name: str) -> Tensor:
     if x.dtype != torch.float32:
         return activation_reference.activate(x, name)

@@ -201,7 +201,8 @@ def outputs_natively(
         ids = token_ids(decoder, len(positions), seed=starts[0])
         rows = None if adapters is None else adapters(counts)
         cached = dict.fromkeys(decoder.windows(), CachedTokens(slots, batch))
-        hidden = model.hidden(StepTokens(ids, positions, cached, before[len(found)] if before else None), rows)
+        states = state_batch(starts, counts) if any(decoder.recurrent()) else None
+        hidden = model.hidden(StepTokens(ids, positions, cached, before[len(found)] if before else None, states), rows)
         found.append(hidden.copy())
         if model.head is not None:
             found.append(model.logits(hidden, rows).copy())

@@ -70,10 +70,10 @@ def _parts_of_b(decoder: DecoderSpec, use: LinearUse, parts: Sequence[PartOfAdap
         if order is None:
             yield PartOfB(part.first_row, first_rank, part.b)
         else:
-            # Orders keep the rows of one stored matrix together.
             at = np.nonzero((order >= part.first_row) & (order < part.first_row + len(part.b)))[0]
-            assert at[-1] - at[0] + 1 == len(part.b)
-            yield PartOfB(int(at[0]), first_rank, np.ascontiguousarray(part.b[order[at] - part.first_row]))
+            # Orders keep the rows of one stored matrix together, but for gates, which are behind the values.
+            for own in np.split(at, np.nonzero(np.diff(at) != 1)[0] + 1):
+                yield PartOfB(int(own[0]), first_rank, np.ascontiguousarray(part.b[order[own] - part.first_row]))
         first_rank += part.b.shape[1]
 
 

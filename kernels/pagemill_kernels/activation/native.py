@@ -38,6 +38,15 @@ def activate(x: Array, activation: str) -> Array:
     return _activated(x, x.shape[1], activation, None)
 
 
+def gate_heads(x: Array, gates: Array) -> None:
+    """Compute `reference.gate_heads` of float32 in place. x: contiguous; the gates of each token: contiguous."""
+    num_tokens, num_heads, head_dim = x.shape
+    by_head, stride = gates.shape[2] != head_dim, launch.row_stride(gates)
+    launch.native().pagemill_gate_heads(
+        address(x), num_tokens, num_heads, head_dim, address(gates), stride, by_head, launch.num_threads()
+    )
+
+
 def _activated(x: Array, size: int, activation: str, limit: float | None) -> Array:
     x = np.ascontiguousarray(x)
     out = arrays.empty((len(x), size))

@@ -39,6 +39,12 @@ def activate(x: Tensor, activation: str) -> Tensor:
     return _FORMULAS[activation](x)
 
 
+def gate_heads(x: Tensor, gates: Tensor) -> Tensor:
+    """Return x times the sigmoid of gates; may overwrite x. x: [tokens, heads, head_dim]. gates: the same, or one for
+    each head, [tokens, heads, 1]."""
+    return x * gates.sigmoid()
+
+
 def _gelu_quick(x: Tensor) -> Tensor:
     return x * torch.sigmoid(1.702 * x)
 

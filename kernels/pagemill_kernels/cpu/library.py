@@ -14,10 +14,11 @@ from functools import cache
 from pathlib import Path
 
 from pagemill_kernels.cpu import processor
+from pagemill_kernels.cpu.state_structures import ConvolutionArgs, RecurrenceArgs, StateRows
 
 logger = logging.getLogger(__name__)
 
-ABI_VERSION = 31
+ABI_VERSION = 32
 PANEL = 16
 """Outputs of one panel of a packed weight."""
 ADAPTER_PANEL, ADAPTER_RANKS = 64, 8
@@ -149,6 +150,58 @@ class SharedExpert(ctypes.Structure):
     )
 
 
+class RecurrentWeights(ctypes.Structure):
+    _fields_ = (
+        ("inputs", c_void_p),
+        ("rates", c_void_p),
+        ("steps_down", c_void_p),
+        ("steps_up", c_void_p),
+        ("gates_down", c_void_p),
+        ("gates_up", c_void_p),
+        ("output", c_void_p),
+        ("inputs_bias", c_void_p),
+        ("rates_bias", c_void_p),
+        ("steps_down_bias", c_void_p),
+        ("steps_up_bias", c_void_p),
+        ("gates_down_bias", c_void_p),
+        ("gates_up_bias", c_void_p),
+        ("output_bias", c_void_p),
+        ("scales", c_void_p),
+        ("taps", c_void_p),
+        ("tap_bias", c_void_p),
+        ("decays", c_void_p),
+        ("biases", c_void_p),
+        ("skips", c_void_p),
+        ("gate_norm", c_void_p),
+        ("norm", NormWeights),
+        ("output_norm", NormWeights),
+        ("channels", c_int64),
+        ("width", c_int64),
+        ("log_values", c_int64),
+        ("num_keys", c_int64),
+        ("num_values", c_int64),
+        ("key_dim", c_int64),
+        ("value_dim", c_int64),
+        ("norm_size", c_int64),
+        ("norm_stride", c_int64),
+        ("mixed_at", c_int64),
+        ("gates_at", c_int64),
+        ("steps_at", c_int64),
+        ("queries_at", c_int64),
+        ("keys_at", c_int64),
+        ("values_at", c_int64),
+        ("norm_parts", c_int64),
+        ("first_head", c_int64),
+        ("whole_heads", c_int64),
+        ("eps", c_float),
+        ("least_step", c_float),
+        ("most_step", c_float),
+        ("rate_scale", c_float),
+        ("residual_scale", c_float),
+        ("gates_first", c_int32),
+    )
+
+
 class LayerWeights(ctypes.Structure):
     _fields_ = (
         ("qkv", c_void_p),
@@ -163,6 +216,9 @@ class LayerWeights(ctypes.Structure):
         ("alibi_slopes", c_void_p),
         ("experts", c_void_p),
         ("shared", c_void_p),
+        ("recurrent", c_void_p),
+        ("head_gates", c_void_p),
+        ("head_gates_bias", c_void_p),
         ("attention_norm", NormWeights),
         ("query_norm", NormWeights),
         ("key_norm", NormWeights),
@@ -174,6 +230,7 @@ class LayerWeights(ctypes.Structure):
         ("head_dim", c_int64),
         ("scale", c_float),
         ("residual_scale", c_float),
+        ("mlp_scale", c_float),
         ("limit", c_float),
         ("clip", c_float),
         ("soft_cap", c_float),
@@ -182,6 +239,9 @@ class LayerWeights(ctypes.Structure):
         ("parallel", c_int32),
         ("norms_behind", c_int32),
         ("grows", c_int32),
+        ("gated_heads", c_int32),
+        ("first_attention", c_int32),
+        ("first_mlp", c_int32),
     )
 
 
@@ -293,79 +353,6 @@ class Ring(ctypes.Structure):
     )
 
 
-_STATE_ROWS = (
-    ("rows", c_void_p),
-    ("starts", c_void_p),
-    ("sources", c_void_p),
-    ("num_logged", c_void_p),
-    ("num_accepted", c_void_p),
-    ("num_proposed", c_void_p),
-    ("write_starts", c_void_p),
-    ("write_blocks", c_void_p),
-    ("write_slots", c_void_p),
-    ("num_requests", c_int64),
-    ("block_size", c_int64),
-    ("slot_stride", c_int64),
-    ("x_stride", c_int64),
-    ("num_threads", c_int32),
-    ("unused", c_int32),
-)
-
-
-class ConvolutionArgs(ctypes.Structure):
-    _fields_ = (
-        *_STATE_ROWS,
-        ("x", c_void_p),
-        ("taps", c_void_p),
-        ("bias", c_void_p),
-        ("windows", c_void_p),
-        ("inputs", c_void_p),
-        ("out", c_void_p),
-        ("channels", c_int64),
-        ("width", c_int64),
-        ("input_stride", c_int64),
-        ("activated", c_int32),
-        ("padding", c_int32),
-    )
-
-
-class RecurrenceArgs(ctypes.Structure):
-    _fields_ = (
-        *_STATE_ROWS,
-        ("queries", c_void_p),
-        ("keys", c_void_p),
-        ("values", c_void_p),
-        ("steps", c_void_p),
-        ("rates", c_void_p),
-        ("gates", c_void_p),
-        ("decays", c_void_p),
-        ("biases", c_void_p),
-        ("skips", c_void_p),
-        ("norm", c_void_p),
-        ("states", c_void_p),
-        ("log", c_void_p),
-        ("out", c_void_p),
-        ("step_stride", c_int64),
-        ("rate_stride", c_int64),
-        ("gate_stride", c_int64),
-        ("log_stride", c_int64),
-        ("log_values", c_int64),
-        ("num_keys", c_int64),
-        ("num_values", c_int64),
-        ("key_dim", c_int64),
-        ("value_dim", c_int64),
-        ("decay_values", c_int64),
-        ("norm_size", c_int64),
-        ("norm_stride", c_int64),
-        ("eps", c_float),
-        ("least_step", c_float),
-        ("most_step", c_float),
-        ("rate_scale", c_float),
-        ("gates_first", c_int32),
-        ("sigmoid_gates", c_int32),
-    )
-
-
 _SIGNATURES = {
     "pagemill_linear": (
         POINTER(PackedWeight), c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_int32, c_int32,
@@ -394,9 +381,10 @@ _SIGNATURES = {
     ),
     "pagemill_rotate": (c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_int32),
     "pagemill_add_gated": (c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int32),
+    "pagemill_gate_heads": (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_int32, c_int32),
     "pagemill_rope_and_store": (
-        c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int32, c_void_p, c_int64, c_int64,
-        c_int32,
+        c_void_p, c_int64, c_int64, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int32, c_void_p, c_int64,
+        c_int64, c_int32,
     ),
     "pagemill_causal_convolution": (POINTER(ConvolutionArgs),),
     "pagemill_recurrence": (POINTER(RecurrenceArgs),),
@@ -409,8 +397,8 @@ _SIGNATURES = {
         c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64, POINTER(AdaptedRows), c_void_p, c_int64, c_int32,
     ),
     "pagemill_decoder_layers": (
-        c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_void_p,
-        c_int32, c_void_p, POINTER(StepHooks), c_void_p,
+        c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_void_p,
+        c_void_p, c_int32, c_void_p, c_void_p, POINTER(StateRows), POINTER(StepHooks), c_void_p, c_int32,
     ),
     "pagemill_ranks_bytes": (c_int64, c_int64, c_int64),
     "pagemill_ranks_step": (POINTER(Ranks), c_int64),

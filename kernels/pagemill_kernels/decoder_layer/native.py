@@ -12,15 +12,21 @@ from pagemill_kernels import arrays
 from pagemill_kernels.adapters.native import NativeAdapterRows
 from pagemill_kernels.arrays import Array, address, optional_address
 from pagemill_kernels.cpu import launch, library
-from pagemill_kernels.decoder_layer.parts import LayerParts, MLPParts, MoEParts, NormParts
+from pagemill_kernels.cpu.state_structures import StateCache
+from pagemill_kernels.decoder_layer.parts import LayerParts, MLPParts, MoEParts, NormParts, RecurrentParts
 from pagemill_kernels.experts.native import gating_of
 from pagemill_kernels.kv_store import kinds
 from pagemill_kernels.linear.native import NativeLinear
 from pagemill_kernels.paged_attention.native import NativePlan
 from pagemill_kernels.ranks.reduce import NativeReduce
+from pagemill_kernels.recurrent.native import NativeStates
 
 MLP_ROWS = 128
 """Number of tokens that layer.cpp takes through the MLP at a time."""
+
+
+StateKept = tuple[Array, Array, Array, Array]
+"""States, windows, logs and inputs of a recurrent layer (`recurrent.reference`)."""
 
 
 class CacheAddresses(NamedTuple):
@@ -31,12 +37,22 @@ class CacheAddresses(NamedTuple):
     """Bytes from one block to the next, int64 [layers]."""
     number: int
     """Number of the caches' type."""
+    states: Sequence[StateCache | None]
+    state_addresses: ctypes.Array[ctypes.c_void_p]
 
     @classmethod
-    def of(cls, caches: Sequence[Array]) -> CacheAddresses:
-        """Return the addresses of at least one cache."""
-        strides = np.array([cache.strides[0] for cache in caches], dtype=np.int64)
-        return cls(launch.addresses(map(address, caches)), strides, kinds.native_number(caches[0]))
+    def of(cls, caches: Sequence[Array | None], states: Sequence[StateKept | None] | None = None) -> CacheAddresses:
+        """Return the addresses of each layer's cache of keys and values, and of what it keeps as a recurrent layer."""
+        strides = np.array([0 if cache is None else cache.strides[0] for cache in caches], dtype=np.int64)
+        kept = [None if each is None else _state_cache(*each) for each in states or [None] * len(caches)]
+        first = next((cache for cache in caches if cache is not None), None)
+        return cls(
+            launch.addresses(map(optional_address, caches)),
+            strides,
+            0 if first is None else kinds.native_number(first),
+            kept,
+            launch.addresses(None if each is None else ctypes.addressof(each) for each in kept),
+        )
 
 
 class NativeLayers:
@@ -46,10 +62,12 @@ class NativeLayers:
         self._kept = layers, made
         """Keeps the objects alive that the addresses below point to."""
         self._addresses = launch.addresses(ctypes.addressof(each.layer) for each in made)
-        self._hidden_size, self._first_size = made[0].hidden_size, layers[0].qkv.in_features
+        self._hidden_size, first = layers[0].hidden_size, layers[0].qkv
+        self._first_size = self._hidden_size if first is None else first.in_features
         self._heads = max(each.heads_size for each in made)
         self._inner = max(each.inner_size for each in made)
-        self._windows = [parts.window for parts in layers]
+        self._windows = [None if parts.qkv is None else (parts.window,) for parts in layers]
+        """Of layers with attention, as tuples of one."""
         self._first_linears = np.array([parts.first_linear for parts in layers], dtype=np.int64)
         self._rotations = [parts.rotation for parts in layers]
         self._call = launch.native().pagemill_decoder_layers
@@ -65,14 +83,15 @@ class NativeLayers:
         reduce: NativeReduce | None = None,
         first_input: Array | None = None,
         query_factors: Array | None = None,
+        states: NativeStates | None = None,
     ) -> None:
         """Add the layers' contributions to `hidden`, float32 [tokens, hidden], in place.
 
         `plans` and `slots`: by window. `rotations`: cos and sin, by the numbers in the layers' parts. `adapters`: of
         the tokens. `reduce`: adds what ranks have computed. `first_input`: what the attention of the first layer reads,
         normalised, float32 [tokens, inputs of its qkv]; None: `hidden`, which has as many values. `query_factors`:
-        float32 [tokens], for layers with `query_growth`. Other arguments: as
-        for `rope.native` and `paged_attention.native`.
+        float32 [tokens], for layers with `query_growth`. `states`: the step's rows for recurrent layers. Other
+        arguments: as for `rope.native` and `paged_attention.native`.
         """
         num_tokens = len(hidden)
         if hidden.shape[1] != self._hidden_size or hidden.dtype != np.float32 or not hidden.flags.c_contiguous:
@@ -98,19 +117,23 @@ class NativeLayers:
         self._call(
             len(self._addresses),
             self._addresses,
-            launch.addresses(args[window] for window in self._windows),
+            launch.addresses(None if each is None else args[each[0]] for each in self._windows),
             caches.addresses,
             address(caches.strides),
             first,
             address(hidden),
             num_tokens,
+            self._hidden_size,
             optional_address(query_factors),
             launch.addresses(None if index is None else turns[index][0] for index in self._rotations),
             launch.addresses(None if index is None else turns[index][1] for index in self._rotations),
             caches.number,
-            launch.addresses(places[window] for window in self._windows),
+            launch.addresses(None if each is None else places[each[0]] for each in self._windows),
+            caches.state_addresses,
+            None if states is None else states.step_rows,
             self._hooks(adapters, reduce),
             address(scratch),
+            launch.num_threads(),
         )
         if reduce is not None:
             reduce.check()
@@ -130,15 +153,9 @@ class _Weights:
     """One layer's C structure, and the objects it points to."""
 
     def __init__(self, parts: LayerParts) -> None:
-        qkv, output = parts.qkv, parts.output
-        self.hidden_size = output.out_features
-        self.heads_size = qkv.out_features + output.in_features
-        self.inner_size = 0
+        self._hidden_size = parts.hidden_size
+        self.heads_size = self.inner_size = 0
         self.layer = library.LayerWeights(
-            qkv=qkv.address,
-            output=output.address,
-            qkv_bias=qkv.bias_address,
-            output_bias=output.bias_address,
             sinks=optional_address(parts.sinks),
             alibi_slopes=optional_address(parts.alibi_slopes),
             attention_norm=_norm(parts.attention_norm),
@@ -152,16 +169,39 @@ class _Weights:
             head_dim=parts.head_dim,
             scale=parts.scale,
             residual_scale=parts.residual_scale,
+            mlp_scale=parts.mlp_scale,
             clip=parts.clip or 0.0,
             soft_cap=parts.soft_cap or 0.0,
             parallel=parts.parallel,
             norms_behind=parts.norms_behind_rotation,
             grows=parts.query_growth,
+            gated_heads=parts.gated,
+            first_attention=parts.first_attention,
+            first_mlp=parts.first_mlp,
         )
+        if parts.qkv is not None and parts.output is not None:
+            self._set_attention(parts.qkv, parts.output, parts.head_gates)
+        if parts.recurrent is not None:
+            self._set_recurrent(parts.recurrent)
         if isinstance(parts.mlp, MLPParts):
             self._set_mlp(parts.mlp)
-        else:
+        elif parts.mlp is not None:
             self._set_experts(parts.mlp)
+
+    def _set_attention(self, qkv: NativeLinear, output: NativeLinear, head_gates: NativeLinear | None) -> None:
+        self.heads_size = qkv.out_features + output.in_features
+        layer = self.layer
+        layer.qkv, layer.qkv_bias = qkv.address, qkv.bias_address
+        layer.output, layer.output_bias = output.address, output.bias_address
+        if head_gates is not None:
+            layer.head_gates, layer.head_gates_bias = head_gates.address, head_gates.bias_address
+
+    def _set_recurrent(self, parts: RecurrentParts) -> None:
+        self._recurrent = _recurrent_weights(parts)
+        products = sum(each.out_features for each in parts.matrices() if each is not parts.output)
+        own = products + parts.taps.shape[1] + parts.num_values * parts.value_dim
+        self.heads_size = max(self.heads_size, own)
+        self.layer.recurrent = ctypes.addressof(self._recurrent)
 
     def _set_mlp(self, mlp: MLPParts) -> None:
         up, down = mlp.up, mlp.down
@@ -181,7 +221,7 @@ class _Weights:
 
     def _set_shared(self, mlp: MLPParts, gate: NativeLinear | None) -> None:
         up, down = mlp.up, mlp.down
-        self.inner_size = up.out_features + down.in_features + (0 if gate is None else self.hidden_size)
+        self.inner_size = up.out_features + down.in_features + (0 if gate is None else self._hidden_size)
         self._shared = library.SharedExpert(
             up=up.address,
             down=down.address,
@@ -208,4 +248,76 @@ def _norm(parts: NormParts | None) -> library.NormWeights:
         whole_size=parts.whole_size,
         adds=parts.adds,
         heads=len(parts.weight) if parts.weight.ndim > 1 else 0,
+    )
+
+
+def _recurrent_weights(parts: RecurrentParts) -> library.RecurrentWeights:
+    inputs, rates, output, at = parts.inputs, parts.rates, parts.output, parts.places
+    norm_parts, first_head, whole_heads = parts.norm_of_ranks
+    of_values = parts.num_values * parts.value_dim
+    steps_down, steps_up = parts.steps or (None, None)
+    gates_down, gates_up = parts.gates or (None, None)
+    decays = parts.num_values * (1 if steps_up is None else parts.key_dim)
+    return library.RecurrentWeights(
+        inputs=inputs.address,
+        rates=None if rates is None else rates.address,
+        steps_down=None if steps_down is None else steps_down.address,
+        steps_up=None if steps_up is None else steps_up.address,
+        gates_down=None if gates_down is None else gates_down.address,
+        gates_up=None if gates_up is None else gates_up.address,
+        output=output.address,
+        inputs_bias=inputs.bias_address,
+        rates_bias=None if rates is None else rates.bias_address,
+        steps_down_bias=None if steps_down is None else steps_down.bias_address,
+        steps_up_bias=None if steps_up is None else steps_up.bias_address,
+        gates_down_bias=None if gates_down is None else gates_down.bias_address,
+        gates_up_bias=None if gates_up is None else gates_up.bias_address,
+        output_bias=output.bias_address,
+        scales=optional_address(parts.scales),
+        taps=address(parts.taps),
+        tap_bias=optional_address(parts.tap_bias),
+        decays=optional_address(parts.decays),
+        biases=optional_address(parts.biases),
+        skips=optional_address(parts.skips),
+        gate_norm=optional_address(parts.gate_norm),
+        norm=_norm(parts.norm),
+        output_norm=_norm(parts.output_norm),
+        channels=parts.taps.shape[1],
+        width=len(parts.taps),
+        log_values=parts.num_keys * parts.key_dim + of_values + decays,
+        num_keys=parts.num_keys,
+        num_values=parts.num_values,
+        key_dim=parts.key_dim,
+        value_dim=parts.value_dim,
+        norm_size=parts.norm_size,
+        # One head's weights serve all heads; others are those of all heads.
+        norm_stride=0 if parts.gate_norm is None or len(parts.gate_norm) == parts.norm_size else parts.norm_size,
+        mixed_at=at.mixed,
+        gates_at=at.gates,
+        steps_at=at.steps,
+        queries_at=at.queries,
+        keys_at=at.keys,
+        values_at=at.values,
+        norm_parts=norm_parts,
+        first_head=first_head,
+        whole_heads=whole_heads,
+        eps=parts.eps,
+        least_step=parts.step_limits[0],
+        most_step=parts.step_limits[1],
+        rate_scale=parts.rate_scale,
+        residual_scale=parts.residual_scale,
+        gates_first=parts.gates_first,
+    )
+
+
+def _state_cache(states: Array, windows: Array, log: Array, inputs: Array) -> StateCache:
+    return StateCache(
+        states=address(states),
+        windows=address(windows),
+        log=address(log),
+        inputs=address(inputs),
+        state_stride=launch.row_stride(states),
+        window_stride=launch.row_stride(windows),
+        log_stride=launch.row_stride(log),
+        input_stride=launch.row_stride(inputs),
     )

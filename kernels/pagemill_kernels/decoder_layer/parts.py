@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from pagemill_kernels.arrays import Array
@@ -53,22 +55,86 @@ class MoEParts(NamedTuple):
     shared: SharedExpertParts | None = None
 
 
+class StatePlaces(NamedTuple):
+    """The first values of parts in rows: of the product of `inputs`, and of what is convolved."""
+
+    mixed: int
+    """In the inputs, like the next two: what is convolved, or the gates before the convolution."""
+    gates: int
+    """The gates behind."""
+    steps: int = 0
+    """The steps, or the values of a convolution between gates."""
+    queries: int = 0
+    keys: int = 0
+    values: int = 0
+
+
+class RecurrentParts(NamedTuple):
+    """Loaded weights of a block that keeps a state: the gated delta rule, a state space, or without value heads a
+    convolution between two gates. Its operations are those of `recurrent`."""
+
+    inputs: NativeLinear
+    output: NativeLinear
+    taps: Array
+    """float32 [width, channels]."""
+    places: StatePlaces
+    rates: NativeLinear | None = None
+    """Rows: the rates of all value heads, then their steps; None: a state space's, whose steps are in `inputs`."""
+    steps: tuple[NativeLinear, NativeLinear] | None = None
+    """Two products behind one another, whose result decays each channel of keys by itself; `rates` then has no steps."""
+    gates: tuple[NativeLinear, NativeLinear] | None = None
+    """With `steps`, likewise: what the gates are the sigmoids of."""
+    tap_bias: Array | None = None
+    scales: Array | None = None
+    """float32 [rows of `inputs`]: factors."""
+    decays: Array | None = None
+    biases: Array | None = None
+    skips: Array | None = None
+    gate_norm: Array | None = None
+    """float32 [value_dim], or of all value heads in parts of `norm_size`."""
+    num_keys: int = 0
+    num_values: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+    norm_size: int = 0
+    norm_of_ranks: tuple[int, int, int] = (0, 0, 0)
+    """Where ranks divide parts of the norm: the number of parts, the first head here, and the number of all heads."""
+    eps: float = 0.0
+    step_limits: tuple[float, float] = (0.0, math.inf)
+    rate_scale: float = 1.0
+    gates_first: bool = False
+    norm: NormParts | None = None
+    """Before the block."""
+    output_norm: NormParts | None = None
+    residual_scale: float = 1.0
+
+    def matrices(self) -> Iterator[NativeLinear]:
+        every = (self.inputs, self.rates, *(self.steps or ()), *(self.gates or ()), self.output)
+        yield from (each for each in every if each is not None)
+
+    def vectors(self) -> Iterator[Array]:
+        """Yield the weights that are no matrices, without norms around the block."""
+        every = (self.taps, self.tap_bias, self.decays, self.biases, self.skips, self.gate_norm)
+        yield from (each for each in every if each is not None)
+
+
 class LayerParts(NamedTuple):
     """Loaded weights of one layer; biases are in the packed linear layers.
 
-    hidden += residual_scale * output_norm(block(norm(hidden))), for attention and then for the MLP.
+    hidden += scale * output_norm(block(norm(hidden))), for attention and then for the MLP. A block that keeps a state
+    is in the place of attention, or reads the same hidden states. Without one block its matrices are None.
     """
 
-    qkv: NativeLinear
-    output: NativeLinear
-    mlp: MLPParts | MoEParts
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    scale: float
+    qkv: NativeLinear | None = None
+    output: NativeLinear | None = None
+    mlp: MLPParts | MoEParts | None = None
+    num_heads: int = 0
+    num_kv_heads: int = 0
+    head_dim: int = 0
+    scale: float = 1.0
     """Scale of the attention scores."""
-    attention_norm: NormParts | None
-    mlp_norm: NormParts | None
+    attention_norm: NormParts | None = None
+    mlp_norm: NormParts | None = None
     """None in a parallel layer whose MLP has the attention's input."""
     query_norm: NormParts | None = None
     """Norm around the rotation, of head_dim for each head alone, or of all heads' size over all of them."""
@@ -81,6 +147,8 @@ class LayerParts(NamedTuple):
     attention_output_norm: NormParts | None = None
     mlp_output_norm: NormParts | None = None
     residual_scale: float = 1.0
+    """Of attention."""
+    mlp_scale: float = 1.0
     parallel: bool = False
     """Whether the MLP reads the hidden states that the attention reads."""
     window: int | None = None
@@ -95,3 +163,21 @@ class LayerParts(NamedTuple):
     """Of the attention scores."""
     first_linear: int = 0
     """Number of the layer's first linear layer, for adapters."""
+    first_attention: int = 0
+    """Number of the attention's first linear layer, from `first_linear` on; likewise the next one."""
+    first_mlp: int = 2
+    gated: bool = False
+    """Whether `qkv` has gates of all query heads' values as its last rows."""
+    head_gates: NativeLinear | None = None
+    """One row for each query head."""
+    recurrent: RecurrentParts | None = None
+
+    @property
+    def hidden_size(self) -> int:
+        blocks = (self.output, None if self.recurrent is None else self.recurrent.output)
+        found = next((each.out_features for each in blocks if each is not None), None)
+        if found is not None:
+            return found
+        assert self.mlp is not None
+        first = self.mlp.up if isinstance(self.mlp, MLPParts) else self.mlp.router
+        return first.in_features

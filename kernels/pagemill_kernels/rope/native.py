@@ -36,6 +36,7 @@ def _store(heads: Array, num_heads: int, cos: int | None, sin: int | None, cache
         num_heads,
         (width - num_heads) // 2,
         head_dim,
+        launch.row_stride(heads),
         cos,
         sin,
         address(cache),

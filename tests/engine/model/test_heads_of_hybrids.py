@@ -24,7 +24,7 @@ from torch import Tensor
 from pagemill import LLM, SamplingParams
 from pagemill_engine import offline_prompts
 from pagemill_engine.decoders.head_states import HeadStates
-from pagemill_engine.decoders.on_torch.heads import HeadLayers
+from pagemill_engine.decoders.native.head import NativeHead
 from pagemill_engine.scheduler.proposals import Proposals
 from pagemill_engine.weights.errors import LoadError
 from pagemill_engine.weights.opening import open_weights
@@ -159,7 +159,7 @@ def test_drafts_are_those_of_the_reference(kind: str, references: References, dr
 
 FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "the norms of embedding and hidden states swapped": lambda patch: patch.setattr(
-        HeadLayers, "__init__", _swapping(HeadLayers.__init__)
+        NativeHead, "__init__", _swapping(NativeHead.__init__)
     ),
     "hidden states of the token itself": lambda patch: patch.setattr(
         HeadStates, "states_of", lambda self, slots, states_of=HeadStates.states_of: states_of(self, slots + 1)
@@ -170,7 +170,7 @@ FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 def _swapping(init: Any) -> Any:
     def swapped(self: Any, *args: Any) -> None:
         init(self, *args)
-        self.embedding_norm, self.hidden_norm = self.hidden_norm, self.embedding_norm
+        self._norms = self._norms[::-1]
 
     return swapped
 

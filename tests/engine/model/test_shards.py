@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -49,17 +48,19 @@ CASES = [
     for size in (2, 3, 4)
     if fits(name, size)
 ]
-STATE_CASES = [
-    pytest.param(*case.values, marks=case.marks)
-    for case in CASES
-    if case.values[0] in RECURRENT and "kimi" not in str(case.values[0])
-]
-"""Without latent attention, for which there is no native kernel."""
-NATIVE_CASES = [
-    pytest.param(name, size, marks=() if name in (*SAMPLE, "phi", "mixtral", "granite") else pytest.mark.full)
+NATIVELY = [
+    name
     for name in NAMES
+    if can_fuse(declared(name)) and all(each.head_dim % 16 == 0 for each in declared(name).attentions())
+]
+NATIVE_SAMPLE = (*SAMPLE, "phi", "mixtral")
+NATIVE_CASES = [
+    pytest.param(
+        name, size, marks=() if name in (*NATIVE_SAMPLE, "granite") or (name, size) in HYBRIDS else pytest.mark.full
+    )
+    for name in NATIVELY
     for size in (2, 3, 4)
-    if fits(name, size) and can_fuse(declared(name)) and next(declared(name).attentions()).head_dim % 16 == 0
+    if fits(name, size)
 ]
 natively = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.unavailable_reason()}")
 
@@ -94,20 +95,14 @@ def test_shards_give_the_outputs_of_the_whole(name: str, size: int) -> None:
 @natively
 @pytest.mark.parametrize(("name", "size"), NATIVE_CASES)
 def test_native_shards_give_the_outputs_of_the_whole(name: str, size: int) -> None:
-    assert largest_difference(name, size, outputs=outputs_natively) < TOLERANCE
-
-
-@natively
-@pytest.mark.parametrize(("name", "size"), STATE_CASES)
-def test_native_states_of_ranks_give_the_outputs_of_the_whole(name: str, size: int) -> None:
-    assert largest_difference(name, size, outputs=partial(outputs_on_torch, backend="cpu_native")) < STATE_TOLERANCE
+    tolerance = STATE_TOLERANCE if name in RECURRENT else TOLERANCE
+    assert largest_difference(name, size, outputs=outputs_natively) < tolerance
 
 
 BY_ALL = [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.full) for name in NAMES]
 NATIVELY_BY_ALL = [
-    pytest.param(name, marks=() if name in (*SAMPLE, "phi", "mixtral") else pytest.mark.full)
-    for name in NAMES
-    if can_fuse(declared(name)) and next(declared(name).attentions()).head_dim % 16 == 0
+    pytest.param(name, marks=() if name in (*NATIVE_SAMPLE, "qwen3.5", "nemotron-h") else pytest.mark.full)
+    for name in NATIVELY
 ]
 
 

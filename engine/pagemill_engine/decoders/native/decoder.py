@@ -14,7 +14,7 @@ from pagemill_engine.decoders.fitting import check_tensors
 from pagemill_engine.decoders.native.layers import layer_bytes, layer_parts, query_growths
 from pagemill_engine.decoders.native.parts import Ids, Parts, Rows, norm_bytes, normalized
 from pagemill_engine.decoders.rope import Rotations, query_factors
-from pagemill_engine.decoders.step_model import LayerCache, StepTokens
+from pagemill_engine.decoders.step_model import LayerCache, StateArrays, StepTokens
 from pagemill_engine.decoders.tensors import TensorSource, read_tensor
 from pagemill_kernels.activation import native as activation
 from pagemill_kernels.adapters.native import NativeAdapterRows
@@ -25,6 +25,7 @@ from pagemill_kernels.native_ops import NativeOps
 from pagemill_kernels.ranks.group import RankGroup
 from pagemill_kernels.ranks.reduce import CalledReduce, NativeReduce
 from pagemill_kernels.ranks.shared_logits import SharedLogits
+from pagemill_kernels.recurrent.native import NativeStates
 from pagemill_models.declaration.declaration import ClassifierSpec, DecoderSpec, DenseSpec, HeadSpec, LinearSpec
 from pagemill_models.sharding.linears import Role, linears
 from pagemill_models.spec.model_spec import ModelSpec
@@ -91,10 +92,9 @@ class NativeDecoder:
         return held + (0 if self.classifier is None else self.classifier.num_bytes)
 
     def use_caches(self, caches: Sequence[LayerCache]) -> None:
-        vectors = [cache for cache in caches if isinstance(cache, np.ndarray)]
-        ends = [*(first for first, _ in self._runs[1:]), len(vectors)]
+        ends = [*(first for first, _ in self._runs[1:]), len(caches)]
         runs = zip(self._runs, ends, strict=True)
-        self._caches = [CacheAddresses.of(vectors[first:end]) for (first, _), end in runs] if caches else []
+        self._caches = [addresses_of(caches[first:end]) for (first, _), end in runs] if caches else []
 
     def keep_before(self, layers: Sequence[int]) -> None:
         """Divide the layers before these, none of which is the first. Called before there are caches."""
@@ -113,12 +113,14 @@ class NativeDecoder:
         plans = {window: self._plan_attention(step.caches[window].attention, window) for window in self._windows}
         slots = {window: step.caches[window].slots for window in self._windows}
         rotations = self._rotations.at(step.positions)
+        states = None if step.states is None else NativeStates(step.states)
         factors = None if self._growth is None else query_factors(self._growth, step.positions)
         self.kept = []
         for (first, layers), caches in zip(self._runs, self._caches, strict=True):
             if first:
                 self.kept.append(hidden.copy())
-            layers(hidden, plans, rotations, caches, slots, adapters, self._reduce, query_factors=factors)
+            of_step = plans, rotations, caches, slots, adapters, self._reduce
+            layers(hidden, *of_step, query_factors=factors, states=states)
         return normalized(hidden, self.norm)
 
     def _first_hidden(self, step: StepTokens, adapters: NativeAdapterRows | None) -> Array:
@@ -131,6 +133,12 @@ class NativeDecoder:
         """Return the logits of hidden states, float32 [rows, vocab]. `adapters`: of these rows."""
         assert self.head is not None, "requests for tokens of a model without a head are refused"
         return self.head(hidden, adapters, self._head_group)
+
+
+def addresses_of(caches: Sequence[LayerCache]) -> CacheAddresses:
+    """Return the addresses of what layers keep."""
+    vectors = [each.vectors if isinstance(each, StateArrays) else each for each in caches]
+    return CacheAddresses.of(vectors, [each[:4] if isinstance(each, StateArrays) else None for each in caches])
 
 
 class _Embedding:

@@ -8,11 +8,13 @@ import numpy as np
 
 from pagemill_engine.decoders.expert_parts import gate_of, gating_of
 from pagemill_engine.decoders.native.parts import Parts, norm_bytes
+from pagemill_engine.decoders.native.recurrent import recurrent_parts
 from pagemill_engine.decoders.row_order import norm_order, qkv_order
 from pagemill_engine.decoders.tensors import read_tensor
 from pagemill_kernels.decoder_layer.parts import LayerParts, MLPParts, MoEParts, NormParts, SharedExpertParts
 from pagemill_kernels.experts.native import NativeExperts
 from pagemill_kernels.linear.native import NativeLinear
+from pagemill_models.declaration.caches import RecurrentSpec
 from pagemill_models.declaration.declaration import (
     AttentionSpec,
     BranchSpec,
@@ -43,16 +45,46 @@ def layer_parts(layer: LayerSpec, rotations: list[tuple[RopeSpec, int]], first_l
 
     `rotations`: the decoder's. `first_linear`: as in `LayerParts`.
     """
-    first, second = _branches(layer)
-    attention, mlp = first.block, second.block
-    assert isinstance(attention, AttentionSpec)
-    assert isinstance(mlp, MLPSpec | MoESpec)
-    rope, is_parallel = attention.rope, len(layer.residuals) == 1
-    # Parallel branches read the same input; the first norm serves both if they are equal.
-    shares_norm = is_parallel and second.norm == first.norm
-    return LayerParts(
+    made = LayerParts(first_linear=first_linear)
+    number = 0
+    mixers: list[BranchSpec] = []
+    for branch in _branches(layer):
+        block = branch.block
+        if isinstance(block, RecurrentSpec):
+            made = made._replace(recurrent=recurrent_parts(branch, block, parts))
+        elif isinstance(block, AttentionSpec):
+            made = _with_attention(made, branch, block, rotations, parts)._replace(first_attention=number)
+        else:
+            assert isinstance(block, MLPSpec | MoESpec)
+            # Parallel branches read the same input; the first norm serves both if they are equal.
+            is_parallel = bool(mixers) and len(layer.residuals) == 1
+            shares_norm = is_parallel and branch.norm == mixers[0].norm
+            made = made._replace(
+                mlp=_mlp_parts(block, parts) if isinstance(block, MLPSpec) else _moe_parts(block, parts),
+                mlp_norm=None if shares_norm else parts.norm(branch.norm),
+                mlp_output_norm=parts.norm(branch.output_norm),
+                mlp_scale=branch.scale,
+                parallel=is_parallel,
+                first_mlp=number,
+            )
+        mixers.append(branch)
+        number += sum(1 for _ in block.linears())
+    return made
+
+
+def _with_attention(
+    made: LayerParts,
+    branch: BranchSpec,
+    attention: AttentionSpec,
+    rotations: list[tuple[RopeSpec, int]],
+    parts: Parts,
+) -> LayerParts:
+    rope = attention.rope
+    return made._replace(
         qkv=parts.linear(attention.qkv, qkv_order(attention)),
         output=parts.linear(attention.output),
+        head_gates=None if attention.head_gates is None else parts.linear(attention.head_gates),
+        gated=attention.gated,
         query_norm=_head_norm(attention, attention.query_norm, parts),
         key_norm=_head_norm(attention, attention.key_norm, parts),
         sinks=None
@@ -60,7 +92,6 @@ def layer_parts(layer: LayerSpec, rotations: list[tuple[RopeSpec, int]], first_l
         else read_tensor(parts.source, attention.sinks, (attention.num_heads,), "float32"),
         alibi_slopes=None if attention.alibi_slopes is None else np.array(attention.alibi_slopes, dtype=np.float32),
         soft_cap=attention.soft_cap,
-        mlp=_mlp_parts(mlp, parts) if isinstance(mlp, MLPSpec) else _moe_parts(mlp, parts),
         num_heads=attention.num_heads,
         num_kv_heads=attention.num_kv_heads,
         head_dim=attention.head_dim,
@@ -70,28 +101,34 @@ def layer_parts(layer: LayerSpec, rotations: list[tuple[RopeSpec, int]], first_l
         clip=attention.clip,
         window=attention.window,
         rotation=None if rope is None else rotations.index((rope, attention.rotary_table_dim)),
-        attention_norm=parts.norm(first.norm),
-        mlp_norm=None if shares_norm else parts.norm(second.norm),
-        attention_output_norm=parts.norm(first.output_norm),
-        mlp_output_norm=parts.norm(second.output_norm),
-        residual_scale=first.scale,
-        parallel=is_parallel,
-        first_linear=first_linear,
+        attention_norm=parts.norm(branch.norm),
+        attention_output_norm=parts.norm(branch.output_norm),
+        residual_scale=branch.scale,
     )
 
 
 def layer_bytes(layer: LayerParts) -> int:
     """Return the bytes of a layer's weights."""
-    mlp = layer.mlp
-    matrices = (layer.qkv, layer.output, *(mlp[:2] if isinstance(mlp, MLPParts) else _matrices_of_experts(mlp)))
-    norms = (layer.attention_norm, layer.mlp_norm, layer.attention_output_norm, layer.mlp_output_norm)
-    held: int = sum(each.num_bytes for each in matrices)
+    mlp, recurrent = layer.mlp, layer.recurrent
+    matrices = [layer.qkv, layer.output, layer.head_gates]
+    norms = [layer.attention_norm, layer.mlp_norm, layer.attention_output_norm, layer.mlp_output_norm]
+    vectors = [layer.sinks, mlp.choice_bias if isinstance(mlp, MoEParts) else None]
+    if recurrent is not None:
+        matrices += recurrent.matrices()
+        norms += [recurrent.norm, recurrent.output_norm]
+        vectors += recurrent.vectors()
+    held: int = sum(each.num_bytes for each in matrices if each is not None)
+    held += sum(each.num_bytes for each in _matrices_of(mlp))
     held += sum(map(norm_bytes, (*norms, layer.query_norm, layer.key_norm)))
-    vectors = (layer.sinks, None if isinstance(mlp, MLPParts) else mlp.choice_bias)
     return held + sum(each.nbytes for each in vectors if each is not None)
 
 
-def _matrices_of_experts(mlp: MoEParts) -> Iterator[NativeLinear | NativeExperts]:
+def _matrices_of(mlp: MLPParts | MoEParts | None) -> Iterator[NativeLinear | NativeExperts]:
+    if mlp is None:
+        return
+    if isinstance(mlp, MLPParts):
+        yield from mlp[:2]
+        return
     yield from (mlp.router, mlp.experts)
     if mlp.shared is not None:
         yield from mlp.shared.mlp[:2]
@@ -130,16 +167,33 @@ def _shared_parts(spec: SharedExpertSpec, parts: Parts) -> SharedExpertParts:
 
 
 def _has_parts(layer: LayerSpec) -> bool:
-    """Whether the layer is attention and an MLP or experts, in sequence or parallel, without a norm behind their
-    sum."""
+    """Whether the layer is a mixer and an MLP or experts, or one of them, in sequence or parallel, without a norm
+    behind their sum. The mixer is attention or keeps a state, or both side by side."""
     branches = _branches(layer)
-    blocks = [branch.block for branch in branches]
-    if len(blocks) != 2 or any((each.norm, each.sum_norm, each.factor) != (None,) * 3 for each in layer.residuals):
+    if any((each.norm, each.sum_norm, each.factor) != (None,) * 3 for each in layer.residuals):
+        return False
+    sizes, kinds = [len(each.branches) for each in layer.residuals], "".join(_kind(each.block) for each in branches)
+    if kinds not in _ORDERS.get(tuple(sizes), ()):
         return False
     # Parallel branches must not read what the other has added, so their input must be a copy.
-    if len(layer.residuals) == 1 and any(branch.norm is None for branch in branches):
-        return False
-    return branches[0].scale == branches[1].scale and _is_plain_attention(blocks[0]) and _is_plain_mlp(blocks[1])
+    return all(len(each.branches) == 1 or all(own.norm for own in each.branches) for each in layer.residuals)
+
+
+_ORDERS = {
+    (1,): ("a", "r", "m"),
+    (2,): ("am", "ra"),
+    (1, 1): ("am", "rm"),
+    (2, 1): ("ram",),
+}
+"""The blocks of layers by the number of branches of their residuals: attention, recurrent, MLP."""
+
+
+def _kind(block: object) -> str:
+    if _is_plain_attention(block):
+        return "a"
+    if isinstance(block, RecurrentSpec):
+        return "r"
+    return "m" if _is_plain_mlp(block) else "?"
 
 
 def _branches(layer: LayerSpec) -> list[BranchSpec]:
@@ -147,12 +201,10 @@ def _branches(layer: LayerSpec) -> list[BranchSpec]:
 
 
 def _is_plain_attention(block: object) -> bool:
-    """Whether it is attention over cached keys and values, with optional norms, sinks, caps and slopes."""
+    """Whether it is attention over cached keys and values, with optional norms, gates, sinks, caps and slopes."""
     if not isinstance(block, AttentionSpec):
         return False
-    if block.key_parts != 2 or block.value_norm is not None or block.gated or block.head_gates is not None:
-        return False
-    return block.causal
+    return block.key_parts == 2 and block.value_norm is None and block.causal
 
 
 def _is_plain_mlp(block: object) -> bool:

@@ -92,9 +92,9 @@ class Attention:
         extras = self._extras if self.sinks is None else self._extras | {"sinks": self.sinks.values}
         attended = self.ops.paged_attention(query, cache, plan, self.spec.scale, **extras)
         if self.spec.gated:
-            attended = attended * gates.sigmoid()
+            attended = self.ops.gate_heads(attended, gates)
         if self.head_gates is not None:
-            attended = attended * self.head_gates(x, context).to(self.dtype).sigmoid()[..., None]
+            attended = self.ops.gate_heads(attended, self.head_gates(x, context).to(self.dtype)[..., None])
         return attended.view(num_tokens, -1)
 
     def _store(self, heads: Tensor, cache: Tensor, context: ForwardContext) -> None:

@@ -24,6 +24,11 @@ from pagemill_models.declaration.caches import (
 )
 
 
+def decays(stored: VectorWeights) -> Tensor:
+    """Return the factors of steps from their stored logarithms, correctly rounded: other arithmetic has the same."""
+    return -stored.values.flatten().double().exp().float()
+
+
 class DeltaRule:
     """The gated delta rule: products, a short convolution, the rule over the rows' states, a gated norm."""
 
@@ -48,7 +53,7 @@ class DeltaRule:
         mixed, gate = torch.split(self.inputs(x, context), [spec.channels, spec.num_value_heads * spec.value_dim], -1)
         mixed = self._ops.causal_convolution(mixed, Convolution(self.taps.values), cache.windows, cache.inputs, plan)
         heads = DeltaHeads(
-            -self.decay.values.exp(), self.bias.values, self.norm.weight.float(), self.norm.eps, spec.rate_scale
+            decays(self.decay), self.bias.values, self.norm.weight.float(), self.norm.eps, spec.rate_scale
         )
         rates = self.rates(x, context)
         out = self._ops.delta_rule(mixed, rates, gate, heads, cache.states, cache.log, plan)
@@ -78,8 +83,7 @@ class ChannelDeltaRule:
         plan, cache = context.states, context.state(self._layer)
         mixed = self.inputs(x, context)
         mixed = self._ops.causal_convolution(mixed, Convolution(self.taps.values), cache.windows, cache.inputs, plan)
-        decays = -self.decay.values.flatten().exp()
-        heads = DeltaHeads(decays, self.bias.values, self.norm.weight.float(), self.norm.eps)
+        heads = DeltaHeads(decays(self.decay), self.bias.values, self.norm.weight.float(), self.norm.eps)
         steps = self.decay_up(self.decay_down(x, context).to(self.dtype), context)
         gates = self.gate_up(self.gate_down(x, context).to(self.dtype), context)
         rates = self.rates(x, context)
@@ -149,7 +153,7 @@ class StateSpace:
     def _heads(self, norm: Norm | None) -> StateSpaceHeads:
         spec = self.spec
         return StateSpaceHeads(
-            -self.decay.values.exp(),
+            decays(self.decay),
             self.bias.values,
             self.skip.values,
             None if norm is None else norm.weight.float(),

@@ -5,7 +5,7 @@
 
 namespace pagemill {
 
-constexpr int32_t kAbiVersion = 31;
+constexpr int32_t kAbiVersion = 32;
 
 // The first four formats, kFloats8 (e4m3) and kFloats4 (values of a table) are multiplied in float32. kDots4 and kDots8
 // round activations to 16-bit integers (dots.cpp), kPairs rounds them to bfloat16 (bfloat16.cpp). From
@@ -151,7 +151,9 @@ struct AdaptedRows {
 };
 
 // Where ranks add what each has computed.
-enum RankSum : int32_t { kQueryNorm = 0, kKeyNorm = 1, kAttention = 2, kMlp = 3, kBlocks = 4 };
+enum RankSum : int32_t {
+  kQueryNorm = 0, kKeyNorm = 1, kAttention = 2, kMlp = 3, kBlocks = 4, kStateNorm = 5, kState = 6
+};
 
 // What a step does besides the layers' own operations. Null members: nothing.
 struct StepHooks {
@@ -286,9 +288,74 @@ struct RecurrenceArgs : StateRows {
   int32_t sigmoid_gates;  // whether that is their sigmoid, in place of silu
 };
 
-// A decoder layer: attention and an MLP, each added to the residual stream; layer.cpp. Absent parts are null.
+// What a recurrent layer keeps; step_model.StateArrays in the engine. Strides are floats between two slots or two rows.
+struct StateCache {
+  float* states;   // [slots][num_values][key_dim][value_dim]
+  float* windows;  // [slots][width - 1][channels]
+  float* log;      // [rows][tokens][log_values]
+  float* inputs;   // [rows][width - 1 or more][channels]
+  int64_t state_stride;
+  int64_t window_stride;
+  int64_t log_stride;
+  int64_t input_stride;
+};
+
+// A block that keeps a state; recurrent_block.h. Absent parts are null. Without value heads it is a convolution between
+// two gates. Numbers named `_at` are those of the first values of a part in a row.
+struct RecurrentWeights {
+  const PackedWeight* inputs;
+  const PackedWeight* rates;  // rates, then steps if these decay whole heads; null: steps are in inputs, rates are steps
+  const PackedWeight* steps_down;  // of decays by channel, like the next three: products of products
+  const PackedWeight* steps_up;
+  const PackedWeight* gates_down;
+  const PackedWeight* gates_up;
+  const PackedWeight* output;
+  const float* inputs_bias;
+  const float* rates_bias;
+  const float* steps_down_bias;
+  const float* steps_up_bias;
+  const float* gates_down_bias;
+  const float* gates_up_bias;
+  const float* output_bias;
+  const float* scales;    // [inputs' outputs]: factors
+  const float* taps;      // [width][channels]
+  const float* tap_bias;  // [channels]
+  const float* decays;    // these four: as in RecurrenceArgs
+  const float* biases;
+  const float* skips;
+  const float* gate_norm;
+  NormWeights norm;  // before the block
+  NormWeights output_norm;
+  int64_t channels;
+  int64_t width;
+  int64_t log_values;
+  int64_t num_keys;
+  int64_t num_values;
+  int64_t key_dim;
+  int64_t value_dim;
+  int64_t norm_size;
+  int64_t norm_stride;
+  int64_t mixed_at;  // in inputs, like the next two: what is convolved; of a gated convolution: the gates before
+  int64_t gates_at;  // the gates behind
+  int64_t steps_at;  // of a gated convolution: the values
+  int64_t queries_at;  // in what is convolved, like the next two
+  int64_t keys_at;
+  int64_t values_at;
+  int64_t norm_parts;  // set if ranks divide the parts of `gate_norm`: their number, the first value head here, and
+  int64_t first_head;  // the number of all ranks' value heads
+  int64_t whole_heads;
+  float eps;
+  float least_step;
+  float most_step;
+  float rate_scale;
+  float residual_scale;  // of the values added to the residual
+  int32_t gates_first;
+};
+
+// A decoder layer: attention or a block with a state, or both side by side, and an MLP, each added to the residual
+// stream; layer.cpp. Absent parts are null, and so are absent blocks' `qkv`, `recurrent`, and `up` and `experts`.
 struct LayerWeights {
-  const PackedWeight* qkv;  // queries, keys, values
+  const PackedWeight* qkv;  // queries, keys, values, then gates
   const PackedWeight* output;
   const PackedWeight* up;  // if gated, the gate's rows followed by the up projection's
   const PackedWeight* down;
@@ -300,6 +367,9 @@ struct LayerWeights {
   const float* alibi_slopes;  // [num_heads]
   const ExpertsWeights* experts;  // replaces `up` and `down`
   const SharedExpert* shared;     // beside `experts`
+  const RecurrentWeights* recurrent;
+  const PackedWeight* head_gates;  // one for each query head
+  const float* head_gates_bias;
   NormWeights attention_norm;
   NormWeights query_norm;
   NormWeights key_norm;
@@ -310,7 +380,8 @@ struct LayerWeights {
   int64_t num_kv_heads;
   int64_t head_dim;
   float scale;           // of the attention scores
-  float residual_scale;  // of the values added to the residual
+  float residual_scale;  // of attention's values that are added to the residual
+  float mlp_scale;       // of the MLP's
   float limit;           // of the MLP's gate; 0: none
   float clip;            // bound of queries, keys and values before the rotation; 0: none
   float soft_cap;        // of the attention scores; 0: none
@@ -319,6 +390,9 @@ struct LayerWeights {
   int32_t parallel;  // the MLP reads the same hidden states as the attention
   int32_t norms_behind;  // queries and keys are normalised behind the rotation
   int32_t grows;         // queries are multiplied by the step's factors behind the rotation
+  int32_t gated_heads;   // attended values are multiplied by the sigmoid of gates in `qkv`
+  int32_t first_attention;  // numbers of the blocks' first linear layers, from the layer's first one on
+  int32_t first_mlp;
 };
 
 }  // namespace pagemill

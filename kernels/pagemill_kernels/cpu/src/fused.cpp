@@ -112,15 +112,33 @@ void pagemill_add_gated(const float* x, int64_t rows, int64_t size, const float*
   });
 }
 
-// Rotates queries and keys in place and writes keys and values to the slot of each token; slot < 0: none. heads: [tokens][num_heads + 2 * num_kv_heads][head_dim]. cos, sin:
-// [tokens][head_dim / 2]; null: no rotation. cache: kv_store.h, blocks block_stride bytes apart.
+// Multiplies x by the sigmoid of gates in place. x: [tokens][num_heads][head_dim]. gates: [tokens], gate_stride apart:
+// one for each value, or with by_head one for each head.
+void pagemill_gate_heads(float* x, int64_t tokens, int64_t num_heads, int64_t head_dim, const float* gates,
+                         int64_t gate_stride, int32_t by_head, int32_t num_threads) {
+  for_each(threads_for(tokens * num_heads * head_dim, num_threads), tokens, [&](int64_t t) {
+    const float* own = gates + t * gate_stride;
+    for (int64_t h = 0; h < num_heads; ++h) {
+      float* out = x + (t * num_heads + h) * head_dim;
+      const float* from = by_head ? own + h : own + h * head_dim;
+      int64_t d = 0;
+      for (; d + kLanes <= head_dim; d += kLanes)
+        store(out + d, load(out + d) * (1.0f / (1.0f + exp(by_head ? splat(-*from) : -load(from + d)))));
+      for (; d < head_dim; ++d) out[d] *= 1.0f / (1.0f + std::exp(-from[by_head ? 0 : d]));
+    }
+  });
+}
+
+// Rotates queries and keys in place and writes keys and values to the slot of each token; slot < 0: none. heads:
+// [tokens][num_heads + 2 * num_kv_heads][head_dim], tokens a stride apart. cos, sin: [tokens][head_dim / 2]; null: no
+// rotation. cache: kv_store.h, blocks block_stride bytes apart.
 void pagemill_rope_and_store(float* heads, int64_t tokens, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
-                             const float* cos, const float* sin, uint8_t* cache, int32_t cache_type,
+                             int64_t stride, const float* cos, const float* sin, uint8_t* cache, int32_t cache_type,
                              const int64_t* slots, int64_t block_size, int64_t block_stride, int32_t num_threads) {
   const int64_t head_size = head_bytes(cache_type, block_size, head_dim);
   const int64_t half = head_dim / 2, width = num_heads + 2 * num_kv_heads;
   for_each(threads_for(tokens * width * head_dim, num_threads), tokens, [&](int64_t t) {
-    float* row = heads + t * width * head_dim;
+    float* row = heads + t * stride;
     if (cos) rotate(row, num_heads + num_kv_heads, head_dim, cos + t * half, sin + t * half);
     if (slots[t] < 0) return;
     const int64_t block = slots[t] / block_size, offset = slots[t] % block_size;

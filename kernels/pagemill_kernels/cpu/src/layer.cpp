@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "operations.h"
+#include "recurrent_block.h"
 
 using namespace pagemill;
 
@@ -23,20 +24,28 @@ void normalize(const NormWeights& norm, const float* x, int64_t groups, int64_t 
     pagemill_rms_norm(x, groups, stride, count, norm.size, norm.weight, norm.eps, out, out_stride, 0, threads);
 }
 
-// Numbers of a layer's linear layers, from its first one on. With experts: the router, then two of each expert and of the
+// Numbers of a block's linear layers, from its first one on. With experts: the router, then two of each expert and of the
 // shared one, and that one's gate.
-enum Linear : int64_t { kQkv = 0, kOutput = 1, kUp = 2, kDown = 3, kRouter = 2, kExperts = 3 };
+enum Linear : int64_t { kQkv = 0, kHeadGates = 1, kUp = 0, kDown = 1, kRouter = 0, kExperts = 1 };
+
+// How a block's results are added to hidden.
+struct Ending {
+  const NormWeights& norm;
+  float scale;
+  RankSum sum;
+};
 
 struct Layer {
   const LayerWeights& w;
-  const AttentionArgs& plan;
+  const AttentionArgs* plan;  // null without attention
   const StepHooks* hooks;
   const int32_t index;
   const int64_t block_stride;
   const float* query_factors;
-  const int64_t size = w.output->out_features;
-  const int64_t read = w.qkv->in_features;  // of each token by attention: other than `size` where it is given
-  const int32_t threads = plan.num_threads;
+  const StateCache* state;  // null without a block that keeps a state
+  const StateRows* rows;
+  const int64_t size;
+  const int32_t threads;
 
   bool reduces() const { return hooks && hooks->reduce; }
   const StepAdapters* adapters() const { return hooks ? hooks->adapters : nullptr; }
@@ -93,38 +102,40 @@ struct Layer {
         rows[t * stride + i] = std::clamp(rows[t * stride + i], -w.clip, w.clip);
   }
 
-  // Whether a result needs neither a norm nor a scale.
-  bool is_plain(const NormWeights& norm) const { return !norm.weight && w.residual_scale == 1.0f; }
-  // Whether it is added to hidden directly.
-  bool adds(const NormWeights& norm) const { return is_plain(norm) && !reduces(); }
-  // Whether ranks add the results of both blocks at once.
-  bool joins() const {
-    return reduces() && w.parallel && is_plain(w.attention_output_norm) && is_plain(w.mlp_output_norm);
-  }
+  Ending of_attention() const { return {w.attention_output_norm, w.residual_scale, kAttention}; }
+  Ending of_mlp() const { return {w.mlp_output_norm, w.mlp_scale, kMlp}; }
 
-  void add(const NormWeights& norm, float* result, int64_t tokens, float* hidden) const {
-    if (norm.weight) normalize(norm, result, tokens, size, 1, result, size, threads);
-    for (int64_t i = 0; i < tokens * size; ++i) hidden[i] += w.residual_scale * result[i];
+  // Whether a result needs neither a norm nor a scale.
+  bool is_plain(const Ending& ending) const { return !ending.norm.weight && ending.scale == 1.0f; }
+  // Whether it is added to hidden directly.
+  bool adds(const Ending& ending) const { return is_plain(ending) && !reduces(); }
+  // Whether ranks add the results of both blocks at once.
+  bool joins() const { return reduces() && w.parallel && is_plain(of_attention()) && is_plain(of_mlp()); }
+
+  void add(const Ending& ending, float* result, int64_t tokens, float* hidden) const {
+    if (ending.norm.weight) normalize(ending.norm, result, tokens, size, 1, result, size, threads);
+    for (int64_t i = 0; i < tokens * size; ++i) hidden[i] += ending.scale * result[i];
   }
 
   // Adds the product of some rows, first_row.. of the step, to hidden; with `joined` to `result`, for a later sum.
-  void product(int64_t linear, const PackedWeight* weight, const float* bias, const NormWeights& norm, const float* x,
-               int64_t tokens, int64_t first_row, RankSum sum, bool joined, float* result, float* hidden) const {
-    float* out = adds(norm) ? hidden : result;
-    const bool accumulates = out == hidden || (joined && sum == kMlp);
+  void product(int64_t linear, const PackedWeight* weight, const float* bias, const Ending& ending, const float* x,
+               int64_t tokens, int64_t first_row, bool joined, float* result, float* hidden) const {
+    float* out = adds(ending) ? hidden : result;
+    const bool accumulates = out == hidden || (joined && ending.sum == kMlp);
     pagemill_linear(weight, x, tokens, weight->in_features, bias, out, size, accumulates, threads);
     adapt(linear, x, weight->in_features, tokens, first_row, out, size);
     if (joined) return;
-    if (reduces()) reduce(result, tokens * size, sum);
-    if (out != hidden) add(norm, result, tokens, hidden);
+    if (reduces()) reduce(result, tokens * size, ending.sum);
+    if (out != hidden) add(ending, result, tokens, hidden);
   }
 
   void attend(const float* x, int64_t tokens, const float* cos, const float* sin, uint8_t* cache, int32_t cache_type,
               const int64_t* slots, float* heads, float* result, float* hidden) const {
     const int64_t width = w.qkv->out_features, queries = w.num_heads * w.head_dim, keys = w.num_kv_heads * w.head_dim;
+    const int64_t read = w.qkv->in_features, first = w.first_attention;  // read: other than `size` where x is given
     float* attended = heads + tokens * width;
     pagemill_linear(w.qkv, x, tokens, read, w.qkv_bias, heads, width, 0, threads);
-    adapt(kQkv, x, read, tokens, 0, heads, width);
+    adapt(first + kQkv, x, read, tokens, 0, heads, width);
     if (w.norms_behind && cos) {
       pagemill_rotate(heads, tokens, w.num_heads + w.num_kv_heads, w.head_dim, width, cos, sin, threads);
       cos = sin = nullptr;
@@ -132,11 +143,11 @@ struct Layer {
     normalize_heads(w.query_norm, heads, tokens, width, queries, kQueryNorm);
     normalize_heads(w.key_norm, heads + queries, tokens, width, keys, kKeyNorm);
     if (w.clip > 0) clip(heads, tokens, width, queries + 2 * keys);
-    pagemill_rope_and_store(heads, tokens, w.num_heads, w.num_kv_heads, w.head_dim, cos, sin, cache, cache_type, slots,
-                            plan.block_size, block_stride, threads);
+    pagemill_rope_and_store(heads, tokens, w.num_heads, w.num_kv_heads, w.head_dim, width, cos, sin, cache, cache_type,
+                            slots, plan->block_size, block_stride, threads);
     for (int64_t t = 0; w.grows && t < tokens; ++t)
       for (int64_t i = 0; i < queries; ++i) heads[t * width + i] *= query_factors[t];
-    AttentionArgs attention = plan;
+    AttentionArgs attention = *plan;
     attention.query = heads;
     attention.query_stride = width;
     attention.cache = cache;
@@ -151,17 +162,37 @@ struct Layer {
     attention.block_stride = block_stride;
     attention.scale = w.scale;
     pagemill_paged_attention(&attention);
-    product(kOutput, w.output, w.output_bias, w.attention_output_norm, attended, tokens, 0, kAttention, joins(), result,
-            hidden);
+    if (w.gated_heads)
+      pagemill_gate_heads(attended, tokens, w.num_heads, w.head_dim, heads + queries + 2 * keys, width, 0, threads);
+    if (w.head_gates) gate_heads(x, tokens, heads, attended);
+    product(first + kHeadGates + (w.head_gates != nullptr), w.output, w.output_bias, of_attention(), attended, tokens, 0,
+            joins(), result, hidden);
+  }
+
+  // Multiplies attended values by gates of their heads. gates: room for them, where queries are no longer needed.
+  void gate_heads(const float* x, int64_t tokens, float* gates, float* attended) const {
+    const int64_t read = w.qkv->in_features;
+    pagemill_linear(w.head_gates, x, tokens, read, w.head_gates_bias, gates, w.num_heads, 0, threads);
+    adapt(w.first_attention + kHeadGates, x, read, tokens, 0, gates, w.num_heads);
+    pagemill_gate_heads(attended, tokens, w.num_heads, w.head_dim, gates, w.num_heads, 1, threads);
+  }
+
+  // Computes the block that keeps a state.
+  void recur(const float* x, int64_t tokens, float* scratch, float* result, float* hidden) const {
+    const RecurrentWeights& r = *w.recurrent;
+    const RecurrentBlock<Layer> block{*this, r, *state, *rows, tokens};
+    const float* inner = block.inner(x, scratch);
+    const Ending ending{r.output_norm, r.residual_scale, kState};
+    product(block.output_number(), r.output, r.output_bias, ending, inner, tokens, 0, false, result, hidden);
   }
 
   void mlp(const float* x, int64_t tokens, int64_t first_row, float* scratch, float* result, float* hidden) const {
     const int64_t inner = w.down->in_features, width = w.up->out_features;
     float* activated = scratch + std::min(tokens, kMlpRows) * width;
     pagemill_linear(w.up, x, tokens, size, w.up_bias, scratch, width, 0, threads);
-    adapt(kUp, x, size, tokens, first_row, scratch, width);
+    adapt(w.first_mlp + kUp, x, size, tokens, first_row, scratch, width);
     pagemill_activate(scratch, tokens, inner, w.activation, w.gated, w.limit, activated, threads);
-    product(kDown, w.down, w.down_bias, w.mlp_output_norm, activated, tokens, first_row, kMlp, joins(), result, hidden);
+    product(w.first_mlp + kDown, w.down, w.down_bias, of_mlp(), activated, tokens, first_row, joins(), result, hidden);
   }
 
   void experts(const float* x, int64_t tokens, float* scratch, float* result, float* hidden) const {
@@ -169,21 +200,21 @@ struct Layer {
     std::vector<float> logits(tokens * e.num_experts), weights(tokens * e.top_k);
     std::vector<int64_t> chosen(tokens * e.top_k);
     pagemill_linear(e.router, x, tokens, size, e.router_bias, logits.data(), e.num_experts, 0, threads);
-    adapt(kRouter, x, size, tokens, 0, logits.data(), e.num_experts);
+    adapt(w.first_mlp + kRouter, x, size, tokens, 0, logits.data(), e.num_experts);
     if (e.gating)
       pagemill_route_by_groups(logits.data(), tokens, e.num_experts, e.top_k, e.renormalized, e.gating, chosen.data(),
                                weights.data());
     else
       pagemill_route(logits.data(), tokens, e.num_experts, e.top_k, e.renormalized, chosen.data(), weights.data());
-    float* out = adds(w.mlp_output_norm) ? hidden : result;
+    float* out = adds(of_mlp()) ? hidden : result;
     if (out != hidden && !joins()) std::fill_n(out, tokens * size, 0.0f);
     pagemill_experts(e.ups, e.up_biases, e.downs, e.down_biases, e.num_experts, x, tokens, size, chosen.data(),
-                     weights.data(), e.top_k, e.activation, e.gated, e.limit, adapters(), first_linear() + kExperts, out,
+                     weights.data(), e.top_k, e.activation, e.gated, e.limit, adapters(), first_linear() + w.first_mlp + kExperts, out,
                      threads);
-    if (w.shared) shared_expert(x, tokens, kExperts + 2 * e.num_experts, scratch, out);
+    if (w.shared) shared_expert(x, tokens, w.first_mlp + kExperts + 2 * e.num_experts, scratch, out);
     if (joins()) return;
     if (reduces()) reduce(result, tokens * size, kMlp);
-    if (out != hidden) add(w.mlp_output_norm, result, tokens, hidden);
+    if (out != hidden) add(of_mlp(), result, tokens, hidden);
   }
 
   // Adds the outputs of the expert that computes all tokens to `out`. number: of its first linear layer.
@@ -219,24 +250,27 @@ struct Layer {
     return out;
   }
 
-  // Adds this layer's contribution to hidden, [tokens][size]. given: what attention reads, [tokens][read]; null: hidden.
+  // Adds this layer's contribution to hidden, [tokens][size]. given: what attention reads, [tokens][its inputs]; null:
+  // hidden.
   void run(const float* given, float* hidden, int64_t tokens, const float* cos, const float* sin, uint8_t* cache, int32_t cache_type,
            const int64_t* slots, float* scratch) const {
     float* normed = scratch;
     float* result = normed + tokens * size;
-    float* own = result + tokens * size;  // input of a parallel layer's MLP
+    float* own = result + tokens * size;  // input of a parallel layer's MLP, or of a block beside attention
     float* inner = own + tokens * size;
-    const float* attention_input = given ? given : input(w.attention_norm, hidden, tokens, normed);
+    const float* attention_input = given;
+    if (w.qkv && !given) attention_input = input(w.attention_norm, hidden, tokens, normed);
+    if (w.recurrent) recur(input(w.recurrent->norm, hidden, tokens, own), tokens, inner, result, hidden);
     const float* shared = nullptr;
     if (w.parallel) shared = w.mlp_norm.weight ? input(w.mlp_norm, hidden, tokens, own) : attention_input;
-    attend(attention_input, tokens, cos, sin, cache, cache_type, slots, inner, result, hidden);
+    if (w.qkv) attend(attention_input, tokens, cos, sin, cache, cache_type, slots, inner, result, hidden);
     if (w.experts)
       experts(shared ? shared : input(w.mlp_norm, hidden, tokens, normed), tokens, inner, result, hidden);
-    else
+    else if (w.up)
       mlp_by_rows(shared, tokens, normed, inner, result, hidden);
     if (!joins()) return;
     reduce(result, tokens * size, kBlocks);
-    add(w.mlp_output_norm, result, tokens, hidden);
+    add(of_mlp(), result, tokens, hidden);
   }
 
   // shared: the input of a parallel layer's MLP, or null.
@@ -255,19 +289,24 @@ struct Layer {
 
 }  // namespace
 
-// plans: shared by layers with the same window. cosines, sines: of each layer; null: no rotation. caches, block_strides:
-// of each layer, with its slots as in pagemill_rope_and_store. first_input: what the attention of the first layer reads, normalised,
-// as many values as its qkv takes for each token; null: hidden. query_factors: [tokens], of layers whose queries grow. hooks: adapters, and sums over ranks; null: neither. scratch: for
-// each token three times `hidden` floats, then the most that a layer needs of (qkv outputs + output inputs) for each
-// token and (up outputs + down inputs) for each of up to kMlpRows, for a shared expert with a gate `hidden` more.
+// plans: shared by layers with the same window, null without attention. cosines, sines: of each layer; null: no rotation.
+// caches, block_strides: of each layer, with its slots as in pagemill_rope_and_store. size: of hidden. first_input: what
+// the attention of the first layer reads, normalised, as many values as its qkv takes for each token; null: hidden.
+// query_factors: [tokens], of layers whose queries grow. states: of each layer, null for those without one; rows: the
+// step's, for them. hooks: adapters, and sums over ranks; null: neither. scratch: for each token three times `size` floats,
+// then the most that a layer needs of (qkv outputs + output inputs) or recurrent_scratch for each token and (up outputs +
+// down inputs) for each of up to kMlpRows, for a shared expert with a gate `size` more.
 extern "C" void pagemill_decoder_layers(int64_t num_layers, const LayerWeights* const* layers,
                                         const AttentionArgs* const* plans, uint8_t* const* caches,
                                         const int64_t* block_strides, const float* first_input, float* hidden,
-                                        int64_t tokens, const float* query_factors, const float* const* cosines,
-                                        const float* const* sines, int32_t cache_type,
-                                        const int64_t* const* slots, const StepHooks* hooks, float* scratch) {
+                                        int64_t tokens, int64_t size, const float* query_factors,
+                                        const float* const* cosines, const float* const* sines, int32_t cache_type,
+                                        const int64_t* const* slots, const StateCache* const* states,
+                                        const StateRows* rows, const StepHooks* hooks, float* scratch,
+                                        int32_t num_threads) {
   for (int64_t i = 0; i < num_layers; ++i) {
-    const Layer layer{*layers[i], *plans[i], hooks, static_cast<int32_t>(i), block_strides[i], query_factors};
+    const Layer layer{*layers[i],    plans[i],  hooks, static_cast<int32_t>(i), block_strides[i],
+                      query_factors, states[i], rows,  size,                    num_threads};
     layer.run(i ? nullptr : first_input, hidden, tokens, cosines[i], sines[i], caches[i], cache_type, slots[i], scratch);
   }
 }

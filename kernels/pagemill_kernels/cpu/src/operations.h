@@ -26,12 +26,16 @@ void pagemill_layer_norm(const float* x, int64_t groups, int64_t group_stride, i
                          const float* weight, const float* bias, float eps, float* out, int64_t out_group_stride,
                          int32_t num_threads);
 void pagemill_rope_and_store(float* heads, int64_t tokens, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
-                             const float* cos, const float* sin, uint8_t* cache, int32_t cache_type,
+                             int64_t stride, const float* cos, const float* sin, uint8_t* cache, int32_t cache_type,
                              const int64_t* slots, int64_t block_size, int64_t block_stride, int32_t num_threads);
 void pagemill_rotate(float* heads, int64_t tokens, int64_t num_heads, int64_t head_dim, int64_t stride,
                      const float* cos, const float* sin, int32_t num_threads);
 void pagemill_add_gated(const float* x, int64_t rows, int64_t size, const float* gates, float* out,
                         int32_t num_threads);
+void pagemill_gate_heads(float* x, int64_t tokens, int64_t num_heads, int64_t head_dim, const float* gates,
+                         int64_t gate_stride, int32_t by_head, int32_t num_threads);
+void pagemill_causal_convolution(const pagemill::ConvolutionArgs* arguments);
+void pagemill_recurrence(const pagemill::RecurrenceArgs* arguments);
 void pagemill_activate(const float* x, int64_t rows, int64_t size, int32_t activation, int32_t gated, float limit,
                        float* out, int32_t num_threads);
 void pagemill_route(const float* logits, int64_t tokens, int64_t num_experts, int64_t top_k, int32_t renormalized,
