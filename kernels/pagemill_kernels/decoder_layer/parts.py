@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from pagemill_kernels.arrays import Array
 from pagemill_kernels.experts.native import NativeExperts
 from pagemill_kernels.experts.parts import Gating
 from pagemill_kernels.linear.native import NativeLinear
+
+KeySource = Literal["own", "keys", "another"]
+"""Where a layer's values come from, by the kernels' numbers."""
 
 
 class NormParts(NamedTuple):
@@ -51,15 +54,56 @@ class MoEParts(NamedTuple):
     choice_bias: Array | None = None
     """float32 [experts], for a gating."""
     shared: SharedExpertParts | None = None
+    norm: NormParts | None = None
+    """Of the experts' inputs."""
+    router_norm: NormParts | None = None
+    scales: Array | None = None
+    """float32 [experts]: factors of the weights."""
+    output_norm: NormParts | None = None
+    """Of experts beside an MLP."""
+
+
+class InputMLPParts(NamedTuple):
+    """An MLP whose inner values are multiplied by inputs of the layer."""
+
+    mlp: MLPParts
+    first_input: int
+    output_norm: NormParts | None
+
+
+class LatentParts(NamedTuple):
+    """Attention over latents, which replaces `qkv`; the fields are those of `LatentAttentionSpec`."""
+
+    query_down: NativeLinear | None
+    query_norm: NormParts | None
+    query: NativeLinear
+    down: NativeLinear
+    latent_norm: NormParts
+    keys: tuple[NativeLinear, ...]
+    """Of each head, [latent_size, key_dim]: from a query to a latent with the same scores."""
+    values: tuple[NativeLinear, ...]
+    """Of each head, [value_dim, latent_size]."""
+    shared_size: int
+
+    @property
+    def inputs(self) -> int:
+        return (self.query if self.query_down is None else self.query_down).in_features
+
+    @property
+    def matrices(self) -> tuple[NativeLinear, ...]:
+        first = () if self.query_down is None else (self.query_down,)
+        return (*first, self.query, self.down, *self.keys, *self.values)
 
 
 class LayerParts(NamedTuple):
     """Loaded weights of one layer; biases are in the packed linear layers.
 
-    hidden += residual_scale * output_norm(block(norm(hidden))), for attention and then for the MLP.
+    hidden = residual_norm(hidden + residual_scale * output_norm(block(norm(hidden)))), for attention and then for the
+    MLP.
     """
 
-    qkv: NativeLinear
+    qkv: NativeLinear | LatentParts
+    """Queries, keys and values, or what replaces them."""
     output: NativeLinear
     mlp: MLPParts | MoEParts
     num_heads: int
@@ -95,3 +139,24 @@ class LayerParts(NamedTuple):
     """Of the attention scores."""
     first_linear: int = 0
     """Number of the layer's first linear layer, for adapters."""
+    key_source: KeySource = "own"
+    """`keys`: values are keys before these are normalised and rotated. `another`: keys and values are another
+    layer's."""
+    value_norm: NormParts | None = None
+    """Of each head."""
+    ahead: bool = False
+    """Whether tokens attend as far ahead as back."""
+    attention_residual_norm: NormParts | None = None
+    mlp_residual_norm: NormParts | None = None
+    beside: MoEParts | None = None
+    """Experts that read what the MLP reads."""
+    sum_norm: NormParts | None = None
+    """Of the sum of MLP and experts."""
+    input_mlp: InputMLPParts | None = None
+    factor: float = 1.0
+    """Of the hidden states behind the layer."""
+
+    @property
+    def inputs(self) -> int:
+        """Values of each token that the attention reads."""
+        return self.qkv.inputs if isinstance(self.qkv, LatentParts) else self.qkv.in_features
