@@ -168,7 +168,7 @@ class _Weights:
             head_dim=parts.head_dim,
             scale=parts.scale,
             residual_scale=parts.residual_scale,
-            factor=parts.factor,
+            factor=1.0 if parts.factor is None else float(parts.factor[0]),
             clip=parts.clip or 0.0,
             soft_cap=parts.soft_cap or 0.0,
             parallel=parts.parallel,

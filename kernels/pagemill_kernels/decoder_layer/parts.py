@@ -153,8 +153,8 @@ class LayerParts(NamedTuple):
     sum_norm: NormParts | None = None
     """Of the sum of MLP and experts."""
     input_mlp: InputMLPParts | None = None
-    factor: float = 1.0
-    """Of the hidden states behind the layer."""
+    factor: Array | None = None
+    """float32 [1], of the hidden states behind the layer."""
 
     @property
     def inputs(self) -> int:

@@ -105,7 +105,7 @@ def _with_others(
         input_mlp=input_mlp,
         sum_norm=parts.norm(residuals[0].sum_norm),
         mlp_residual_norm=parts.norm(residuals[0].norm),
-        factor=1.0 if factor is None else float(read_tensor(parts.source, factor, (1,), "float32")[0]),
+        factor=None if factor is None else read_tensor(parts.source, factor, (1,), "float32"),
     )
 
 
@@ -152,8 +152,9 @@ def _latent_parts(spec: LatentAttentionSpec, parts: Parts) -> dict[str, Any]:
 def layer_bytes(layer: LayerParts) -> int:
     """Return the bytes of a layer's weights."""
     norms = [layer.attention_norm, layer.attention_output_norm, layer.attention_residual_norm, layer.query_norm]
-    norms += [layer.key_norm, layer.mlp_norm, layer.mlp_output_norm, layer.mlp_residual_norm, layer.sum_norm]
-    vectors = [layer.sinks]
+    norms += [layer.key_norm, layer.value_norm, layer.mlp_norm, layer.mlp_output_norm, layer.mlp_residual_norm]
+    norms.append(layer.sum_norm)
+    vectors = [layer.sinks, layer.factor]
     matrices: list[NativeLinear | NativeExperts] = [layer.output]
     if isinstance(layer.qkv, LatentParts):
         matrices += layer.qkv.matrices
