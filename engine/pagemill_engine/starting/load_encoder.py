@@ -1,9 +1,8 @@
-"""Loads an encoder: a model whose steps compute whole prompts and keep nothing. Imports torch only where it computes."""
+"""Loads an encoder: a model whose steps compute whole prompts and keep nothing. Torch is imported where it computes."""
 
 from __future__ import annotations
 
-from pagemill_engine.decoders.native.decoder import NativeDecoder
-from pagemill_engine.decoders.native.encoder import NativeEncoder
+from pagemill_engine.decoders.native.decoder import NativeDecoder, NativeEncoder
 from pagemill_engine.decoders.rope import Rotations, decoder_tables
 from pagemill_engine.executing.encoder_runner import EncoderModel, EncoderRunner
 from pagemill_engine.executing.pooling import Pooler
@@ -24,10 +23,9 @@ def load_encoder(prepared: PreparedModel, spec: ModelSpec, max_model_len: int) -
 
 
 def _on_torch(prepared: PreparedModel, spec: ModelSpec, max_model_len: int) -> EncoderModel:
-    from pagemill_engine.decoders.on_torch.encoder import TorchEncoder
-    from pagemill_engine.executing.torch_model import classifier_of, load_decoder, rotations_of
+    from pagemill_engine.executing.torch_model import TorchEncoder, load_decoder, rotations_of
 
     compute = prepared.compute
     loaded = load_decoder(spec, compute, prepared.weights)
     rotations = rotations_of(spec, compute, prepared.weights, max_model_len)
-    return TorchEncoder(loaded, compute.ops, rotations, classifier_of(loaded))
+    return TorchEncoder(loaded, compute.ops, rotations)

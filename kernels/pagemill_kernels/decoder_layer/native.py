@@ -100,9 +100,8 @@ class NativeLayers:
             raise ValueError(f"layers: the first attention needs an input of its own, float32 {list(shape)}")
         if len(caches.addresses) != len(self._addresses):
             raise ValueError(f"layers: {len(caches.addresses)} caches for {len(self._addresses)} layers")
-        block = min(num_tokens, MLP_ROWS)
         # Parts that no layer needs stay untouched and hence take no memory.
-        scratch = arrays.empty(num_tokens * 3 * self._hidden_size + max(num_tokens * self._heads, block * self._inner))
+        scratch = arrays.empty(self._scratch_size(num_tokens))
         args = {window: ctypes.addressof(plan.args) for window, plan in plans.items()}
         places = {window: address(each) for window, each in slots.items()}
         turns = [(address(cos), address(sin)) for cos, sin in rotations]
@@ -125,6 +124,11 @@ class NativeLayers:
         )
         if reduce is not None:
             reduce.check()
+
+    def _scratch_size(self, num_tokens: int) -> int:
+        """Return what layer.cpp needs, in floats."""
+        inner = max(num_tokens * self._heads, min(num_tokens, MLP_ROWS) * self._inner)
+        return num_tokens * 3 * self._hidden_size + inner
 
     def _hooks(
         self, adapters: NativeAdapterRows | None, reduce: NativeReduce | None, layer_inputs: Array | None
@@ -187,7 +191,6 @@ class _Weights:
             self._set_experts(parts.mlp)
         if parts.beside is not None:
             self._set_experts(parts.beside)
-        # What follows reuses the memory of queries, keys and values, all tokens at a time.
         if parts.input_mlp is not None:
             self._set_input_mlp(parts.input_mlp)
 
@@ -222,7 +225,7 @@ class _Weights:
 
     def _set_input_mlp(self, parts: InputMLPParts) -> None:
         up, down = parts.mlp.up, parts.mlp.down
-        self.heads_size = max(self.heads_size, 2 * down.in_features)
+        self.heads_size = max(self.heads_size, 2 * down.in_features)  # all tokens at a time
         self._input_mlp = library.InputMLP(
             up=up.address,
             down=down.address,

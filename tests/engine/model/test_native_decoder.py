@@ -74,8 +74,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "inputs of layers, keys that layers share, heads of two sizes": (
         "Gemma4Text", {"head_dim": 16, "global_head_dim": 32, "num_hidden_layers": 5, "num_kv_shared_layers": 2,
                        "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 128, "sliding_window": 24,
-                       "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] + [
-                           "sliding_attention", "full_attention"], "use_double_wide_mlp": True}
+                       "layer_types": ["sliding_attention", *["sliding_attention", "full_attention"] * 2],
+                       "use_double_wide_mlp": True}
     ),
     "experts beside an MLP, values that are keys": (
         "Gemma4Text", {"head_dim": 16, "global_head_dim": 32, "num_global_key_value_heads": 1, "num_experts": 6,

@@ -1,4 +1,4 @@
-"""A whole decoder on the CPU without torch, over numpy arrays; all layers are one native call.
+"""A whole decoder or encoder on the CPU without torch, over numpy arrays; all layers are one native call.
 
 It is built from its declaration and filled from named tensors; a `models.step_model.StepModel`. Arithmetic is float32
 and bitwise equal to that of `decoders.on_torch.decoder` over the same kernels.
@@ -6,7 +6,7 @@ and bitwise equal to that of `decoders.on_torch.decoder` over the same kernels.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -14,14 +14,16 @@ from pagemill_engine.decoders.fitting import check_tensors
 from pagemill_engine.decoders.native.layers import layer_bytes, layer_parts, query_growths
 from pagemill_engine.decoders.native.parts import Ids, Parts, Rows, norm_bytes, normalized
 from pagemill_engine.decoders.rope import Rotations, query_factors
-from pagemill_engine.decoders.step_model import LayerCache, StepTokens
+from pagemill_engine.decoders.step_model import CachedTokens, LayerCache, StepTokens
 from pagemill_engine.decoders.tensors import TensorSource, read_tensor
+from pagemill_kernels import arrays
 from pagemill_kernels.activation import native as activation
 from pagemill_kernels.adapters.native import NativeAdapterRows
 from pagemill_kernels.arrays import Array
 from pagemill_kernels.decoder_layer.native import CacheAddresses, NativeLayers
 from pagemill_kernels.linear.native import NativeLinear
 from pagemill_kernels.native_ops import NativeOps
+from pagemill_kernels.paged_attention.batch import AttentionBatch
 from pagemill_kernels.ranks.group import RankGroup
 from pagemill_kernels.ranks.reduce import CalledReduce, NativeReduce
 from pagemill_kernels.ranks.shared_logits import SharedLogits
@@ -37,6 +39,9 @@ from pagemill_models.declaration.declaration import (
 )
 from pagemill_models.sharding.linears import Role, linears
 from pagemill_models.spec.model_spec import ModelSpec
+
+_ENCODER_BLOCK = 16
+"""Tokens of a block of an encoder's keys and values."""
 
 
 class NativeDecoder:
@@ -135,7 +140,14 @@ class NativeDecoder:
             if first:
                 self.kept.append(hidden.copy())
             layers(
-                hidden, plans, rotations, caches, slots, adapters, self._reduce, query_factors=factors,
+                hidden,
+                plans,
+                rotations,
+                caches,
+                slots,
+                adapters,
+                self._reduce,
+                query_factors=factors,
                 layer_inputs=inputs,
             )
         return normalized(hidden, self.norm)
@@ -150,6 +162,45 @@ class NativeDecoder:
         """Return the logits of hidden states, float32 [rows, vocab]. `adapters`: of these rows."""
         assert self.head is not None, "requests for tokens of a model without a head are refused"
         return self.head(hidden, adapters, self._head_group)
+
+
+class NativeEncoder:
+    """An encoder: a decoder over keys and values that live for one step. Each layer writes its own where those of the
+    layer before were, and tokens attend as far ahead as back. `executing.encoder_runner` runs it."""
+
+    def __init__(self, decoder: NativeDecoder) -> None:
+        declared = decoder.spec.decoder
+        self._decoder = decoder
+        self._windows = declared.windows()
+        self._shapes = [(2 * each.num_kv_heads, _ENCODER_BLOCK, each.head_dim) for each in declared.attentions()]
+        self.has_token_types = declared.embedding.token_types is not None
+
+    @property
+    def num_bytes(self) -> int:
+        return self._decoder.num_bytes
+
+    @property
+    def classifier(self) -> Callable[[Array], Array] | None:
+        return self._decoder.classifier
+
+    def hidden(self, token_ids: Ids, lengths: Sequence[int], token_types: Ids | None) -> Array:
+        """Return the hidden states of whole prompts one after another, float32 [tokens, hidden]."""
+        sizes = np.array(lengths, dtype=np.int64)
+        counts = -(-sizes // _ENCODER_BLOCK)
+        first_blocks, starts = np.cumsum(counts) - counts, np.cumsum(sizes) - sizes
+        positions = np.arange(len(token_ids)) - np.repeat(starts, sizes)
+        slots = positions + np.repeat(first_blocks * _ENCODER_BLOCK, sizes)
+        tables = (first_blocks[:, None] + np.arange(counts.max())).astype(np.int32)
+        ends = np.concatenate([[0], np.cumsum(sizes)])
+        batch = AttentionBatch(ends, sizes, tables, _ENCODER_BLOCK, padding_block=0)
+        widest = max(heads * _ENCODER_BLOCK * size for heads, _, size in self._shapes)
+        memory, num_blocks = arrays.empty(int(counts.sum()) * widest), int(counts.sum())
+        self._decoder.use_caches(
+            [memory[: num_blocks * int(np.prod(shape))].reshape(num_blocks, *shape) for shape in self._shapes]
+        )
+        cached = CachedTokens(slots, batch)
+        step = StepTokens(token_ids, positions, dict.fromkeys(self._windows, cached), token_types=token_types)
+        return self._decoder.hidden(step)
 
 
 def _cache_of(layer: LayerSpec, index: int) -> int:
@@ -186,9 +237,7 @@ class _Table:
 class _LayerInputs:
     """Computes what layers read of tokens beside the hidden states."""
 
-    def __init__(
-        self, spec: LayerInputsSpec, decoder: DecoderSpec, numbers: Mapping[Role, int], parts: Parts
-    ) -> None:
+    def __init__(self, spec: LayerInputsSpec, decoder: DecoderSpec, numbers: Mapping[Role, int], parts: Parts) -> None:
         self._spec, self._number = spec, numbers["layer_projection"]
         first_row = None if decoder.vocabulary is None else decoder.vocabulary[0]
         rows = parts.rows(spec.table.weight_shapes())

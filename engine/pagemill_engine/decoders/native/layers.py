@@ -62,9 +62,12 @@ def layer_parts(layer: LayerSpec, rotations: list[tuple[RopeSpec, int]], first_l
     rope, is_parallel = attention.rope, len(layer.residuals) == 1
     # Parallel branches read the same input; the first norm serves both if they are equal.
     shares_norm = is_parallel and second.norm == first.norm
-    own = _latent_parts if isinstance(attention, LatentAttentionSpec) else _attention_parts
+    if isinstance(attention, LatentAttentionSpec):
+        own = _latent_parts(attention, parts)
+    else:
+        own = _attention_parts(attention, parts)
     made = LayerParts(
-        **own(attention, parts),
+        **own,
         output=parts.linear(attention.output),
         mlp=_mlp_parts(mlp, parts) if isinstance(mlp, MLPSpec) else _moe_parts(mlp, parts),
         num_heads=attention.num_heads,
@@ -223,7 +226,12 @@ def _has_parts(layer: LayerSpec) -> bool:
     if len(layer.residuals) == 1:
         return _is_parallel(layer.residuals[0])
     (attention, *more), *rest = (residual.branches for residual in layer.residuals)
-    if more or len(rest) > 2 or not _is_attention(attention.block) or not _has_block(layer.residuals[1], attention.scale):
+    if (
+        more
+        or len(rest) > 2
+        or not _is_attention(attention.block)
+        or not _has_block(layer.residuals[1], attention.scale)
+    ):
         return False
     if any(residual.factor is not None for residual in layer.residuals[:-1]) or layer.residuals[0].sum_norm is not None:
         return False
