@@ -3,7 +3,8 @@ bytes.
 
 Random weights, all models in one process and alternating; the median of the runs counts. Goal: at least 0.8 of the
 Llama's share of the memory bandwidth. What a hybrid reads and writes are its weights, each state once a step,
-and their next versions once a block.
+and their next versions once a block. With `--beside-torch`, each model is compared with itself where torch calls its
+operations one by one.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from report import emit
@@ -23,6 +25,7 @@ from safetensors.torch import save_file
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loop.core import EngineCore
+from pagemill_engine.sizing import compute
 from pagemill_engine.starting.factory import create_runner
 from pagemill_kernels.huge_pages import collapse_when_idle
 from pagemill_models.declaration.caches import StateSpec
@@ -52,7 +55,17 @@ NEOX = {"architectures": ["GPTNeoXForCausalLM"], "intermediate_size": 4608, **SH
 GLM: dict[str, Any] = {"architectures": ["Glm4MoeForCausalLM"], "intermediate_size": TOP_K * INNER, **SHAPE}
 GLM |= {"moe_intermediate_size": 512, "n_routed_experts": 24, "num_experts_per_tok": 6, "n_shared_experts": 1}
 GLM |= {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "head_dim": 64, "use_qk_norm": True}
+# DeepSeek-V3's: latents of 512, compressed queries, choices by groups.
+V3: dict[str, Any] = {**GLM, "architectures": ["DeepseekV3ForCausalLM"], "num_key_value_heads": 16, "q_lora_rank": 384}
+V3 |= {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+V3 |= {"n_group": 4, "topk_group": 2}
+# Gemma 4 E2B's: inputs of layers, keys that half of them share, wide MLPs, heads of two sizes.
+GEMMA4: dict[str, Any] = {**SHAPE, "architectures": ["Gemma4ForCausalLM"], "intermediate_size": 3072}
+GEMMA4 |= {"num_hidden_layers": 15, "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 128}
+GEMMA4 |= {"global_head_dim": 256, "num_kv_shared_layers": 8, "use_double_wide_mlp": True, "sliding_window": 512}
+GEMMA4 |= {"hidden_size_per_layer_input": 128, "vocab_size_per_layer_input": SHAPE["vocab_size"]}
 MODELS = {"dense": DENSE, "experts": MOE, "glm-4.5": GLM, "starcoder2": STARCODER2, "gpt-neox": NEOX}
+MODELS |= {"deepseek-v3": V3, "gemma-4": GEMMA4}
 # Qwen3.5's shape of 0.8B with a smaller vocabulary, and other kinds of states in the same sizes.
 SMALL: dict[str, Any] = {
     "hidden_size": 1024,
@@ -105,12 +118,14 @@ def state_bytes(spec: ModelSpec) -> float:
 class Decodes:
     """Decode steps of several requests, one token each."""
 
-    def __init__(self, folder: Path, num_threads: int, settings: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, num_threads: int, settings: dict[str, Any], *, by_torch: bool = False) -> None:
         config = EngineConfig(
             model=str(folder), max_num_seqs=8, max_model_len=256, block_size=BLOCK_SIZE, num_threads=num_threads,
             enable_prefix_caching=False, **settings,
         )  # fmt: skip
-        self._runner = create_runner(config, lambda phase, detail: None)
+        fuses = compute.can_fuse
+        with patch.object(compute, "can_fuse", lambda decoder: not by_torch and fuses(decoder)):
+            self._runner = create_runner(config, lambda phase, detail: None)
         self._core, self._num_requests = EngineCore(config, self._runner), 0
         self.compute, self.weight_bytes = self._runner.info.compute, self._runner.info.weight_bytes
 
@@ -131,6 +146,24 @@ class Decodes:
         return (clock() - start) / count
 
 
+def beside_torch(args: argparse.Namespace) -> None:
+    rows, figures = [], {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in args.beside_torch:
+            write_model(Path(folder) / name, (HYBRIDS | MODELS)[name])
+            for storage, settings in STORAGE.items():
+                both = [
+                    Decodes(Path(folder) / name, args.threads, settings, by_torch=by_torch)
+                    for by_torch in (False, True)
+                ]
+                pairs = [[each.seconds(args.tokens) for each in both] for _ in range(args.runs)]
+                native, torchs = (median(column) * 1000 for column in zip(*pairs, strict=True))
+                ratio = median(other / own for own, other in pairs)
+                figures[f"{name} {storage}"] = ratio
+                rows.append([storage, name, f"{native:.2f}", f"{torchs:.2f}", f"{ratio:.2f}"])
+    emit("native layers", ["weights", "model", "native ms", "torch ms", "ratio"], rows, figures)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=2)
@@ -139,7 +172,10 @@ def main() -> None:
     parser.add_argument("--hybrids", action="store_true", help="hybrids in place of the others")
     parser.add_argument("--batches", type=int, nargs="+", default=[1])
     parser.add_argument("--weights", choices=STORAGE, nargs="+", default=list(STORAGE))
+    parser.add_argument("--beside-torch", nargs="+", choices=MODELS | HYBRIDS, default=[], metavar="MODEL")
     args = parser.parse_args()
+    if args.beside_torch:
+        return beside_torch(args)
     rows, ratios = [], dict[str, dict[str, float]]()
     with tempfile.TemporaryDirectory() as folder:
         models = HYBRIDS if args.hybrids else MODELS

@@ -37,11 +37,11 @@ MODELS = (
 )
 MODELS_NOTES = """\
 - **GPUs**: NVIDIA GPUs run all families except encoders, hybrids and those with latent attention. On CPUs, heads may
-  have any size up to 512; on GPUs, multiples of 16.
+  have any size up to 576; on GPUs, multiples of 16 up to 512.
 - **DeepSeek** stores one compressed vector per token and layer (`kv_lora_rank` + `qk_rope_head_dim` values), which
-  `pagemill plan` and the KV cache take into account. It runs on CPUs only: matmuls and experts use native kernels,
-  latent attention uses torch; `device: cuda` is refused by name. FP8 checkpoints are supported; layers for
-  multi-token prediction are not loaded.
+  `pagemill plan` and the KV cache take into account, as GLM-4.7-Flash and Mistral 4 do. Native kernels attend to these
+  vectors, also in 8 bits and with `deterministic`; `device: cuda` is refused by name. FP8 checkpoints are supported;
+  layers for multi-token prediction are loaded only to draft.
 - **Quantization** during loading is supported for all families: `int8` and `int4` on CPUs, also `w8a8` and `fp8` on
   GPUs (experts: `int8` and `int4` only).
 - **GGUF types**: F64, F32, F16, BF16, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ1_S, IQ1_M,
@@ -443,11 +443,7 @@ def cell(text: str) -> str:
 
 
 TORCH_ON_CPUS = {
-    **dict.fromkeys(("bert", "modernbert", "roberta", "xlm_roberta"), "encoder"),
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4"), "latent attention"),
-    "kimi_linear": "latent attention",
-    "gemma4": "keys that layers share, inputs of layers",
-    "opt": "350m only: norms behind its blocks, projections",
+    "nemotron_h": "experts between projections, where files have them",
 }
 """Families with shapes that the native layers do not compute, and why; `tests/house/test_models_page.py` checks it."""
 WITHOUT_TRANSFORMERS = ("aquila", "baichuan", "internlm", "internlm2", "internlm3", "qwen")

@@ -99,7 +99,8 @@ def _empty_cache(blocks: list[Any]) -> Any:
     recurrent = next((each for each in blocks if isinstance(each, RecurrentSpec)), None)
     cache = None
     if vectors is not None:
-        cache = np.zeros((NUM_BLOCKS + 1, vectors.cache_heads, BLOCK_SIZE, vectors.head_dim), dtype=np.float32)
+        num_heads = vectors.cache_heads if vectors.causal else 2 * vectors.num_kv_heads  # of the step alone
+        cache = np.zeros((NUM_BLOCKS + 1, num_heads, BLOCK_SIZE, vectors.head_dim), dtype=np.float32)
     if recurrent is None:
         return np.zeros(0, dtype=np.float32) if cache is None else cache
     spec, rows = recurrent.cache, len(LENGTHS)
@@ -195,14 +196,22 @@ def outputs_natively(
     model = NativeDecoder(ModelSpec(decoder=decoder), ops, weights, rotations, group, reduce)
     caches = empty_caches(decoder)
     model.use_caches(caches)
+    types = decoder.embedding.token_types
     found, starts = [], [0] * len(lengths)
-    for counts in (lengths, (1,) * len(lengths)):
+    for counts in (lengths, (1,) * len(lengths)) if decoder.is_causal else (lengths,):
         batch, positions, slots = batch_of(decoder, starts, counts)
         ids = token_ids(decoder, len(positions), seed=starts[0])
         rows = None if adapters is None else adapters(counts)
         cached = dict.fromkeys(decoder.windows(), CachedTokens(slots, batch))
-        states = state_batch(starts, counts) if any(decoder.recurrent()) else None
-        hidden = model.hidden(StepTokens(ids, positions, cached, before[len(found)] if before else None, states), rows)
+        step = StepTokens(
+            ids,
+            positions,
+            cached,
+            before[len(found)] if before else None,
+            states=state_batch(starts, counts) if any(decoder.recurrent()) else None,
+            token_types=None if types is None else positions % min(2, types.num_rows),
+        )
+        hidden = model.hidden(step, rows)
         found.append(hidden.copy())
         if model.head is not None:
             found.append(model.logits(hidden, rows).copy())

@@ -41,7 +41,7 @@ def scripted(decoder: DecoderSpec, seed: int, roles: Sequence[Role] = (), rank: 
             continue
         # The embedding's A has a column for each token, its B a row for each value.
         ins, outs = use.spec.in_features, use.spec.out_features
-        ins, outs = (outs, ins) if use.role == "embedding" else (ins, outs)
+        ins, outs = (outs, ins) if use.is_table else (ins, outs)
         a = generator.standard_normal((rank, ins), dtype=np.float32) * np.float32(size)
         b = generator.standard_normal((outs, rank), dtype=np.float32) * np.float32(size)
         found[use.number] = Matrices(use, _as_bfloat16(a), _as_bfloat16(b))
@@ -55,7 +55,7 @@ class MergedTensors(RandomTensors):
         super().__init__(decoder)
         self._deltas: dict[str, Any] = {}
         for use, a, b in adapter.values():
-            whole = (b @ a).T if use.role == "embedding" else b @ a
+            whole = (b @ a).T if use.is_table else b @ a
             for stored in use.stored():
                 self._deltas[stored.name] = self._deltas.get(stored.name, 0) + whole[stored.first : stored.end]
 
@@ -73,7 +73,7 @@ def of_shard(adapter: Scripted, part: Shard) -> Scripted:
         kept = [stored for stored in whole.stored() if stored.name in part.decoder.shapes()]
         rows = np.concatenate([_rows(stored, part.slices.get(stored.name)) for stored in kept])
         columns = _indices(part.slices.get(whole.stored()[0].name), 1, whole.spec.in_features)
-        if use.role == "embedding":
+        if use.is_table:
             found[number] = Matrices(use, a[:, rows], b)
         else:
             found[number] = Matrices(use, a[:, columns], b[rows])

@@ -55,6 +55,8 @@ class StepTokens(NamedTuple):
     hidden: Array | None = None
     """What the stage before has computed, or what a head reads, float32 [tokens, hidden]; None where tokens are
     embedded."""
+    token_types: NDArray[np.int64] | None = None
+    """1 for the tokens of a pair's second text; only for models that distinguish them."""
     states: StateBatch | None = None
     """What recurrent layers read and write; None: the model has none."""
 

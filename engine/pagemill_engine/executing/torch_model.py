@@ -13,6 +13,7 @@ from torch import Tensor
 from pagemill_engine.decoders.on_torch.context import ForwardContext, RowsContext, StateTensors
 from pagemill_engine.decoders.on_torch.decoder import Decoder, Model
 from pagemill_engine.decoders.on_torch.device_rotations import DeviceRotations
+from pagemill_engine.decoders.on_torch.encoder_attention import plan_rectangles
 from pagemill_engine.decoders.on_torch.filling import load_weights, weight_bytes
 from pagemill_engine.decoders.rope import decoder_tables
 from pagemill_engine.decoders.step_model import LayerCache, StateArrays, StepTokens
@@ -20,6 +21,7 @@ from pagemill_engine.sizing.compute import Compute
 from pagemill_engine.weights.source import WeightSource
 from pagemill_kernels.adapters.rows import AdapterRows
 from pagemill_kernels.arrays import Array
+from pagemill_kernels.gpu.launch import upload
 from pagemill_kernels.ranks.group import RankGroup
 from pagemill_kernels.registry import Ops
 from pagemill_kernels.torch_arrays import TORCH_TYPES, from_torch, to_torch
@@ -161,6 +163,39 @@ class TorchModel:
             hidden=None if step.hidden is None else to_torch(step.hidden),
             states=None if step.states is None else ops.plan_states(step.states),
         )
+
+
+class TorchEncoder:
+    """An encoder: whole prompts without a cache, in the form that `encoder_runner` runs."""
+
+    def __init__(self, model: Decoder, ops: Ops, rotations: DeviceRotations) -> None:
+        self.classifier = classifier_of(model)
+        self._model, self._ops, self._rotations = model, ops, rotations
+        self._windows = model.spec.decoder.windows()
+        self.has_token_types = model.token_types is not None
+
+    @property
+    def num_bytes(self) -> int:
+        return weight_bytes(self._model)
+
+    def hidden(
+        self, token_ids: NDArray[np.int64], lengths: Sequence[int], token_types: NDArray[np.int64] | None
+    ) -> Array:
+        """Return the hidden states of whole prompts one after another, [tokens, hidden]."""
+        with torch.inference_mode():
+            positions = self._upload(np.concatenate([np.arange(length) for length in lengths]))
+            context = ForwardContext(
+                positions=positions,
+                rotations=self._rotations.at(positions),
+                kv_caches=[],
+                kv_slots={},
+                attention_plans=dict.fromkeys(self._windows, plan_rectangles(lengths, self._ops.device)),
+                token_types=None if token_types is None else self._upload(token_types),
+            )
+            return from_torch(self._model(self._upload(token_ids), context))
+
+    def _upload(self, array: NDArray[np.int64]) -> Tensor:
+        return upload(array, self._ops.device)
 
 
 def tensors_of(cache: LayerCache) -> Tensor | StateTensors:

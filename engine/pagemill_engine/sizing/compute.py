@@ -125,7 +125,7 @@ def _pooled(config: EngineConfig, spec: ModelSpec) -> Compute:
     """Return the compute settings of a model that pools; it runs on the CPU."""
     check_pooled(config, spec)
     compute = _on_cpu(config, spec)
-    if spec.decoder.is_causal:
+    if spec.decoder.is_causal or compute.is_native:
         return compute
     return compute._replace(how=f"{compute.how}, attention over whole prompts by torch")
 
@@ -315,7 +315,8 @@ def _on_cpu(config: EngineConfig, spec: ModelSpec) -> Compute:
         raise _needs_native("kv_cache_dtype", config.kv_cache_dtype, how, "Set kv_cache_dtype to auto")
     if not native and config.deterministic:
         raise _needs_native("deterministic", "true", how, "Turn deterministic off")
-    lacks = lacking(backend, _features(spec))
+    is_native = has_native_layers(backend) and can_fuse(spec.decoder)
+    lacks: frozenset[Feature] = frozenset() if is_native else lacking(backend, _features(spec))
     if lacks:
         _check_torch_attention(config, lacks)
         how += f", attention by torch (the native kernels have no {_feature_list(lacks)})"
@@ -334,7 +335,7 @@ def _on_cpu(config: EngineConfig, spec: ModelSpec) -> Compute:
         batch_invariant=config.deterministic,
         rounds_activations=rounds,
         torch_attention=bool(lacks),
-        is_native=not lacks and has_native_layers(backend) and can_fuse(spec.decoder),
+        is_native=is_native,
     )
 
 
@@ -376,14 +377,16 @@ def _rounds_few_rows(backend: Backend, config: EngineConfig, spec: ModelSpec) ->
 
 
 def _backend(dtype: FloatType, config: EngineConfig, spec: ModelSpec) -> tuple[Backend, str]:
+    has_latents = "latent" in _features(spec)
+    torch_attention = (has_latents or not spec.decoder.is_causal) and not can_fuse(spec.decoder)
     found = [
         cpu_backend(
             dtype,
             size,
             config.block_size,
-            group,
+            1 if has_latents else group,  # of latents any number of heads
             batch_invariant=config.deterministic,
-            torch_attention="latent" in _features(spec) or not spec.decoder.is_causal,
+            torch_attention=torch_attention,
             prompts_alone=spec.pooling is not None,
         )
         for size, group in spec.head_shapes

@@ -20,6 +20,7 @@ from pagemill_engine.sizing.draft import DraftModel, scratch_blocks
 from pagemill_engine.sizing.kv_sizes import cache_kinds, max_model_len_for
 from pagemill_engine.sizing.memory import measure_memory
 from pagemill_engine.sizing.sizing import weights_of
+from pagemill_engine.starting.load_encoder import load_encoder
 from pagemill_engine.starting.preparing import ModelFiles, PreparedModel, describe_cache, prepare, refusals, runner_info
 from pagemill_engine.starting.threads import threads_of_ranks, torch_threads
 from pagemill_engine.weights.source import WeightSource
@@ -51,8 +52,6 @@ def _runner(files: ModelFiles, prepared: PreparedModel) -> Runner:
     shares_memory = len(cache.kinds) > 1 and draft is None
     max_model_len = max_model_len_for(config, spec, cache, shares_memory=shares_memory)
     if keeps_nothing(spec):
-        from pagemill_engine.starting.load_encoder import load_encoder
-
         return load_encoder(prepared, spec, max_model_len)
     model = _native(prepared, spec, max_model_len) if compute.is_native else _torch(files, prepared, max_model_len)
     trim_heap()

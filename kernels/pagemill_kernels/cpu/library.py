@@ -18,7 +18,7 @@ from pagemill_kernels.cpu.state_structures import ConvolutionArgs, RecurrenceArg
 
 logger = logging.getLogger(__name__)
 
-ABI_VERSION = 32
+ABI_VERSION = 34
 PANEL = 16
 """Outputs of one panel of a packed weight."""
 ADAPTER_PANEL, ADAPTER_RANKS = 64, 8
@@ -89,6 +89,8 @@ class StepHooks(ctypes.Structure):
         ("first_linear", c_void_p),
         ("reduce", c_void_p),
         ("context", c_void_p),
+        ("layer_inputs", c_void_p),
+        ("input_stride", c_int64),
     )
 
 
@@ -132,6 +134,9 @@ class ExpertsWeights(ctypes.Structure):
         ("gated", c_int32),
         ("padding", c_int32),
         ("gating", c_void_p),
+        ("scales", c_void_p),
+        ("norm", NormWeights),
+        ("router_norm", NormWeights),
     )
 
 
@@ -202,6 +207,38 @@ class RecurrentWeights(ctypes.Structure):
     )
 
 
+class InputMLP(ctypes.Structure):
+    _fields_ = (
+        ("up", c_void_p),
+        ("down", c_void_p),
+        ("up_bias", c_void_p),
+        ("down_bias", c_void_p),
+        ("output_norm", NormWeights),
+        ("first_input", c_int64),
+        ("activation", c_int32),
+        ("padding", c_int32),
+    )
+
+
+class LatentWeights(ctypes.Structure):
+    _fields_ = (
+        ("query_down", c_void_p),
+        ("query", c_void_p),
+        ("down", c_void_p),
+        ("query_down_bias", c_void_p),
+        ("query_bias", c_void_p),
+        ("down_bias", c_void_p),
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("query_norm", NormWeights),
+        ("latent_norm", NormWeights),
+        ("latent_size", c_int64),
+        ("shared_size", c_int64),
+        ("key_dim", c_int64),
+        ("value_dim", c_int64),
+    )
+
+
 class LayerWeights(ctypes.Structure):
     _fields_ = (
         ("qkv", c_void_p),
@@ -242,6 +279,16 @@ class LayerWeights(ctypes.Structure):
         ("gated_heads", c_int32),
         ("first_attention", c_int32),
         ("first_mlp", c_int32),
+        ("latent", c_void_p),
+        ("input_mlp", c_void_p),
+        ("value_norm", NormWeights),
+        ("attention_residual_norm", NormWeights),
+        ("mlp_residual_norm", NormWeights),
+        ("experts_output_norm", NormWeights),
+        ("sum_norm", NormWeights),
+        ("factor", c_float),
+        ("key_source", c_int32),
+        ("ahead", c_int32),
     )
 
 
@@ -323,6 +370,9 @@ class AttentionArgs(ctypes.Structure):
         ("cache_type", c_int32),
         ("batch_invariant", c_int32),
         ("bfloat16", c_int32),
+        ("ahead", c_int32),
+        ("padding", c_int32),
+        ("value_size", c_int64),
     )
 
 

@@ -13,7 +13,16 @@ from pagemill_kernels.adapters.native import NativeAdapterRows
 from pagemill_kernels.arrays import Array, address, optional_address
 from pagemill_kernels.cpu import launch, library
 from pagemill_kernels.cpu.state_structures import StateCache
-from pagemill_kernels.decoder_layer.parts import LayerParts, MLPParts, MoEParts, NormParts, RecurrentParts
+from pagemill_kernels.decoder_layer.parts import (
+    InputMLPParts,
+    KeySource,
+    LatentParts,
+    LayerParts,
+    MLPParts,
+    MoEParts,
+    NormParts,
+    RecurrentParts,
+)
 from pagemill_kernels.experts.native import gating_of
 from pagemill_kernels.kv_store import kinds
 from pagemill_kernels.linear.native import NativeLinear
@@ -23,6 +32,8 @@ from pagemill_kernels.recurrent.native import NativeStates
 
 MLP_ROWS = 128
 """Number of tokens that layer.cpp takes through the MLP at a time."""
+
+_KEY_SOURCES: tuple[KeySource, ...] = ("own", "keys", "another")
 
 
 StateKept = tuple[Array, Array, Array, Array]
@@ -62,8 +73,7 @@ class NativeLayers:
         self._kept = layers, made
         """Keeps the objects alive that the addresses below point to."""
         self._addresses = launch.addresses(ctypes.addressof(each.layer) for each in made)
-        self._hidden_size, first = layers[0].hidden_size, layers[0].qkv
-        self._first_size = self._hidden_size if first is None else first.in_features
+        self._hidden_size, self._first_size = layers[0].hidden_size, layers[0].inputs
         self._heads = max(each.heads_size for each in made)
         self._inner = max(each.inner_size for each in made)
         self._windows = [None if parts.qkv is None else (parts.window,) for parts in layers]
@@ -84,14 +94,16 @@ class NativeLayers:
         first_input: Array | None = None,
         query_factors: Array | None = None,
         states: NativeStates | None = None,
+        layer_inputs: Array | None = None,
     ) -> None:
         """Add the layers' contributions to `hidden`, float32 [tokens, hidden], in place.
 
         `plans` and `slots`: by window. `rotations`: cos and sin, by the numbers in the layers' parts. `adapters`: of
         the tokens. `reduce`: adds what ranks have computed. `first_input`: what the attention of the first layer reads,
-        normalised, float32 [tokens, inputs of its qkv]; None: `hidden`, which has as many values. `query_factors`:
-        float32 [tokens], for layers with `query_growth`. `states`: the step's rows for recurrent layers. Other
-        arguments: as for `rope.native` and `paged_attention.native`.
+        normalised, float32 [tokens, what its first product reads]; None: `hidden`, as wide as that. `query_factors`:
+        float32 [tokens], for layers with `query_growth`. `states`: the step's rows for recurrent layers.
+        `layer_inputs`: contiguous float32 [tokens, inputs], for layers with an `input_mlp`. Other arguments: as for
+        `rope.native` and `paged_attention.native`.
         """
         num_tokens = len(hidden)
         if hidden.shape[1] != self._hidden_size or hidden.dtype != np.float32 or not hidden.flags.c_contiguous:
@@ -108,9 +120,8 @@ class NativeLayers:
             raise ValueError(f"layers: the first attention needs an input of its own, float32 {list(shape)}")
         if len(caches.addresses) != len(self._addresses):
             raise ValueError(f"layers: {len(caches.addresses)} caches for {len(self._addresses)} layers")
-        block = min(num_tokens, MLP_ROWS)
         # Parts that no layer needs stay untouched and hence take no memory.
-        scratch = arrays.empty(num_tokens * 3 * self._hidden_size + max(num_tokens * self._heads, block * self._inner))
+        scratch = arrays.empty(self._scratch_size(num_tokens))
         args = {window: ctypes.addressof(plan.args) for window, plan in plans.items()}
         places = {window: address(each) for window, each in slots.items()}
         turns = [(address(cos), address(sin)) for cos, sin in rotations]
@@ -131,21 +142,30 @@ class NativeLayers:
             launch.addresses(None if each is None else places[each[0]] for each in self._windows),
             caches.state_addresses,
             None if states is None else states.step_rows,
-            self._hooks(adapters, reduce),
+            self._hooks(adapters, reduce, layer_inputs),
             address(scratch),
             launch.num_threads(),
         )
         if reduce is not None:
             reduce.check()
 
-    def _hooks(self, adapters: NativeAdapterRows | None, reduce: NativeReduce | None) -> library.StepHooks | None:
-        if adapters is None and reduce is None:
+    def _scratch_size(self, num_tokens: int) -> int:
+        """Return what layer.cpp needs, in floats."""
+        inner = max(num_tokens * self._heads, min(num_tokens, MLP_ROWS) * self._inner)
+        return num_tokens * 3 * self._hidden_size + inner
+
+    def _hooks(
+        self, adapters: NativeAdapterRows | None, reduce: NativeReduce | None, layer_inputs: Array | None
+    ) -> library.StepHooks | None:
+        if adapters is None and reduce is None and layer_inputs is None:
             return None
         return library.StepHooks(
             adapters=None if adapters is None else adapters.address,
             first_linear=address(self._first_linears),
             reduce=None if reduce is None else reduce.function,
             context=None if reduce is None else reduce.context,
+            layer_inputs=optional_address(layer_inputs),
+            input_stride=0 if layer_inputs is None else launch.row_stride(layer_inputs),
         )
 
 
@@ -161,15 +181,20 @@ class _Weights:
             attention_norm=_norm(parts.attention_norm),
             query_norm=_norm(parts.query_norm),
             key_norm=_norm(parts.key_norm),
+            value_norm=_norm(parts.value_norm),
             attention_output_norm=_norm(parts.attention_output_norm),
+            attention_residual_norm=_norm(parts.attention_residual_norm),
             mlp_norm=_norm(parts.mlp_norm),
             mlp_output_norm=_norm(parts.mlp_output_norm),
+            mlp_residual_norm=_norm(parts.mlp_residual_norm),
+            sum_norm=_norm(parts.sum_norm),
             num_heads=parts.num_heads,
             num_kv_heads=parts.num_kv_heads,
             head_dim=parts.head_dim,
             scale=parts.scale,
             residual_scale=parts.residual_scale,
             mlp_scale=parts.mlp_scale,
+            factor=1.0 if parts.factor is None else float(parts.factor[0]),
             clip=parts.clip or 0.0,
             soft_cap=parts.soft_cap or 0.0,
             parallel=parts.parallel,
@@ -178,23 +203,71 @@ class _Weights:
             gated_heads=parts.gated,
             first_attention=parts.first_attention,
             first_mlp=parts.first_mlp,
+            key_source=_KEY_SOURCES.index(parts.key_source),
+            ahead=parts.ahead,
         )
         if parts.qkv is not None and parts.output is not None:
-            self._set_attention(parts.qkv, parts.output, parts.head_gates)
+            self._set_attention(parts, parts.qkv, parts.output)
         if parts.recurrent is not None:
             self._set_recurrent(parts.recurrent)
         if isinstance(parts.mlp, MLPParts):
             self._set_mlp(parts.mlp)
         elif parts.mlp is not None:
             self._set_experts(parts.mlp)
+        if parts.beside is not None:
+            self._set_experts(parts.beside)
+        if parts.input_mlp is not None:
+            self._set_input_mlp(parts.input_mlp)
 
-    def _set_attention(self, qkv: NativeLinear, output: NativeLinear, head_gates: NativeLinear | None) -> None:
-        self.heads_size = qkv.out_features + output.in_features
+    def _set_attention(self, parts: LayerParts, qkv: NativeLinear | LatentParts, output: NativeLinear) -> None:
         layer = self.layer
-        layer.qkv, layer.qkv_bias = qkv.address, qkv.bias_address
         layer.output, layer.output_bias = output.address, output.bias_address
-        if head_gates is not None:
-            layer.head_gates, layer.head_gates_bias = head_gates.address, head_gates.bias_address
+        if isinstance(qkv, LatentParts):
+            return self._set_latents(qkv, output)
+        layer.qkv, layer.qkv_bias = qkv.address, qkv.bias_address
+        repeated = parts.num_kv_heads * parts.head_dim if parts.key_source == "keys" else 0
+        self.heads_size = qkv.out_features + repeated + output.in_features
+        if parts.head_gates is not None:
+            layer.head_gates, layer.head_gates_bias = parts.head_gates.address, parts.head_gates.bias_address
+        return None
+
+    def _set_latents(self, latent: LatentParts, output: NativeLinear) -> None:
+        down = latent.query_down
+        self._keys = launch.addresses(each.address for each in latent.keys)
+        self._values = launch.addresses(each.address for each in latent.values)
+        self._latent = library.LatentWeights(
+            query_down=None if down is None else down.address,
+            query=latent.query.address,
+            down=latent.down.address,
+            query_down_bias=None if down is None else down.bias_address,
+            query_bias=latent.query.bias_address,
+            down_bias=latent.down.bias_address,
+            keys=ctypes.addressof(self._keys),
+            values=ctypes.addressof(self._values),
+            query_norm=_norm(latent.query_norm),
+            latent_norm=_norm(latent.latent_norm),
+            latent_size=latent.values[0].in_features,
+            shared_size=latent.shared_size,
+            key_dim=latent.keys[0].in_features,
+            value_dim=latent.values[0].out_features,
+        )
+        self.layer.latent = ctypes.addressof(self._latent)
+        compressed = 0 if down is None else down.out_features
+        self.heads_size = latent.query.out_features + latent.down.out_features + compressed + output.in_features
+
+    def _set_input_mlp(self, parts: InputMLPParts) -> None:
+        up, down = parts.mlp.up, parts.mlp.down
+        self.heads_size = max(self.heads_size, 2 * down.in_features)  # all tokens at a time
+        self._input_mlp = library.InputMLP(
+            up=up.address,
+            down=down.address,
+            up_bias=up.bias_address,
+            down_bias=down.bias_address,
+            output_norm=_norm(parts.output_norm),
+            first_input=parts.first_input,
+            activation=library.ACTIVATIONS.index(parts.mlp.activation),
+        )
+        self.layer.input_mlp = ctypes.addressof(self._input_mlp)
 
     def _set_recurrent(self, parts: RecurrentParts) -> None:
         self._recurrent = _recurrent_weights(parts)
@@ -215,13 +288,17 @@ class _Weights:
     def _set_experts(self, mlp: MoEParts) -> None:
         self._gating = None if mlp.gating is None else gating_of(mlp.gating, mlp.choice_bias)
         self._experts = mlp.experts.weights(mlp.router, mlp.top_k, mlp.renormalized, self._gating)
+        self._experts.scales = optional_address(mlp.scales)
+        self._experts.norm, self._experts.router_norm = _norm(mlp.norm), _norm(mlp.router_norm)
+        self.layer.experts_output_norm = _norm(mlp.output_norm)
         self.layer.experts = ctypes.addressof(self._experts)
         if mlp.shared is not None:
             self._set_shared(*mlp.shared)
 
     def _set_shared(self, mlp: MLPParts, gate: NativeLinear | None) -> None:
         up, down = mlp.up, mlp.down
-        self.inner_size = up.out_features + down.in_features + (0 if gate is None else self._hidden_size)
+        own = up.out_features + down.in_features + (0 if gate is None else self._hidden_size)
+        self.inner_size = max(self.inner_size, own)
         self._shared = library.SharedExpert(
             up=up.address,
             down=down.address,

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from pagemill_kernels.arrays import Array
 from pagemill_kernels.experts.native import NativeExperts
 from pagemill_kernels.experts.parts import Gating
 from pagemill_kernels.linear.native import NativeLinear
+
+KeySource = Literal["own", "keys", "another"]
+"""Where a layer's values come from, by the kernels' numbers."""
 
 
 class NormParts(NamedTuple):
@@ -53,6 +56,45 @@ class MoEParts(NamedTuple):
     choice_bias: Array | None = None
     """float32 [experts], for a gating."""
     shared: SharedExpertParts | None = None
+    norm: NormParts | None = None
+    """Of the experts' inputs."""
+    router_norm: NormParts | None = None
+    scales: Array | None = None
+    """float32 [experts]: factors of the weights."""
+    output_norm: NormParts | None = None
+    """Of experts beside an MLP."""
+
+
+class InputMLPParts(NamedTuple):
+    """An MLP whose inner values are multiplied by inputs of the layer."""
+
+    mlp: MLPParts
+    first_input: int
+    output_norm: NormParts | None
+
+
+class LatentParts(NamedTuple):
+    """Attention over latents, which replaces `qkv`; the fields are those of `LatentAttentionSpec`."""
+
+    query_down: NativeLinear | None
+    query_norm: NormParts | None
+    query: NativeLinear
+    down: NativeLinear
+    latent_norm: NormParts
+    keys: tuple[NativeLinear, ...]
+    """Of each head, [latent_size, key_dim]: from a query to a latent with the same scores."""
+    values: tuple[NativeLinear, ...]
+    """Of each head, [value_dim, latent_size]."""
+    shared_size: int
+
+    @property
+    def inputs(self) -> int:
+        return (self.query if self.query_down is None else self.query_down).in_features
+
+    @property
+    def matrices(self) -> tuple[NativeLinear, ...]:
+        first = () if self.query_down is None else (self.query_down,)
+        return (*first, self.query, self.down, *self.keys, *self.values)
 
 
 class StatePlaces(NamedTuple):
@@ -81,7 +123,7 @@ class RecurrentParts(NamedTuple):
     rates: NativeLinear | None = None
     """Rows: the rates of all value heads, then their steps; None: a state space's, whose steps are in `inputs`."""
     steps: tuple[NativeLinear, NativeLinear] | None = None
-    """Two products behind one another, whose result decays each channel of keys by itself; `rates` then has no steps."""
+    """Two products behind one another, whose result decays each channel of keys; `rates` then has no steps."""
     gates: tuple[NativeLinear, NativeLinear] | None = None
     """With `steps`, likewise: what the gates are the sigmoids of."""
     tap_bias: Array | None = None
@@ -121,11 +163,13 @@ class RecurrentParts(NamedTuple):
 class LayerParts(NamedTuple):
     """Loaded weights of one layer; biases are in the packed linear layers.
 
-    hidden += scale * output_norm(block(norm(hidden))), for attention and then for the MLP. A block that keeps a state
-    is in the place of attention, or reads the same hidden states. Without one block its matrices are None.
+    hidden = residual_norm(hidden + scale * output_norm(block(norm(hidden)))), for attention and then for the MLP. A
+    block that keeps a state is in the place of attention, or reads the same hidden states. Without one block its
+    matrices are None.
     """
 
-    qkv: NativeLinear | None = None
+    qkv: NativeLinear | LatentParts | None = None
+    """Queries, keys and values, or what replaces them."""
     output: NativeLinear | None = None
     mlp: MLPParts | MoEParts | None = None
     num_heads: int = 0
@@ -171,6 +215,22 @@ class LayerParts(NamedTuple):
     head_gates: NativeLinear | None = None
     """One row for each query head."""
     recurrent: RecurrentParts | None = None
+    key_source: KeySource = "own"
+    """`keys`: values are keys before these are normalised and rotated. `another`: keys and values are another
+    layer's."""
+    value_norm: NormParts | None = None
+    """Of each head."""
+    ahead: bool = False
+    """Whether tokens attend as far ahead as back."""
+    attention_residual_norm: NormParts | None = None
+    mlp_residual_norm: NormParts | None = None
+    beside: MoEParts | None = None
+    """Experts that read what the MLP reads."""
+    sum_norm: NormParts | None = None
+    """Of the sum of MLP and experts."""
+    input_mlp: InputMLPParts | None = None
+    factor: Array | None = None
+    """float32 [1], of the hidden states behind the layer."""
 
     @property
     def hidden_size(self) -> int:
@@ -181,3 +241,10 @@ class LayerParts(NamedTuple):
         assert self.mlp is not None
         first = self.mlp.up if isinstance(self.mlp, MLPParts) else self.mlp.router
         return first.in_features
+
+    @property
+    def inputs(self) -> int:
+        """Values of each token that the layer's attention reads; without one, of the hidden states."""
+        if self.qkv is None:
+            return self.hidden_size
+        return self.qkv.inputs if isinstance(self.qkv, LatentParts) else self.qkv.in_features

@@ -13,7 +13,7 @@ from pagemill_kernels.cpu import launch, library
 from pagemill_kernels.kv_store import kinds
 from pagemill_kernels.paged_attention.batch import AttentionBatch
 
-MAX_HEAD_DIM = 512
+MAX_HEAD_DIM = 576
 MAX_GROUP = 48
 
 

@@ -21,10 +21,9 @@ from pagemill_models.sharding.shard import shard
 TOLERANCE = 2e-5
 NATIVE = [
     "llama", "gpt2", "gpt_neox", "phi", "olmo2", "mixtral", "gpt_oss", "internlm2", "qwen3_moe",
-    "variant: opt with norms behind its blocks, and projections",
+    "variant: opt with norms behind its blocks, and projections", "deepseek_v2", "deepseek_v3", "bert", "gemma4",
 ]  # fmt: skip
-ON_TORCH = [*NATIVE, "deepseek_v2", "deepseek_v3", "qwen2_moe", "bert", "gemma2"]
-NATIVE.remove("variant: opt with norms behind its blocks, and projections")  # norms behind sums: by torch
+ON_TORCH = [*NATIVE, "qwen2_moe", "gemma2"]
 WAYS: dict[str, tuple[Callable[..., list[Any]], Callable[..., Any]]] = {
     "natively": (outputs_natively, natively),
     "on torch": (outputs_on_torch, on_torch),
@@ -32,7 +31,8 @@ WAYS: dict[str, tuple[Callable[..., list[Any]], Callable[..., Any]]] = {
 needs_kernels = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.unavailable_reason()}")
 EVERY = [pytest.param(name, "natively", marks=needs_kernels) for name in NATIVE]
 EVERY += [pytest.param(name, "on torch") for name in ON_TORCH]
-MIXED = [("llama", "natively"), ("mixtral", "natively"), ("gpt_neox", "natively"), ("deepseek_v3", "on torch")]
+MIXED = [("llama", "natively"), ("mixtral", "natively"), ("gpt_neox", "natively")]
+MIXED += [("deepseek_v3", "natively"), ("deepseek_v3", "on torch")]
 
 
 def run(way: str, decoder: DecoderSpec, loaded: dict[int, Scripted], of_requests: Sequence[int]) -> list[Any]:

@@ -6,6 +6,8 @@ The tests run prompts alone, in batches, in chunks, after preemption and with a 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,7 @@ from pagemill_protocol.request.pooling import PoolingParams
 from pagemill_protocol.request.sampling import SamplingParams
 from pagemill_protocol.source_errors import SourceError
 
+needs_kernels = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.unavailable_reason()}")
 ALL = {**ENCODERS, **BIDIRECTIONAL}
 LENGTHS = (1, 5, 16, 17, 33, 64, 100, 129, 130, 40, 41)
 """Lengths around the tile sizes, the windows of ModernBERT, and the models' maximum."""
@@ -119,6 +122,45 @@ def test_bfloat16_weights_give_one_vector_alone_and_in_a_batch(tmp_path: Path) -
     together = pooled(core, PROMPTS)
     assert torch.equal(together, torch.cat([pooled(core, [prompt]) for prompt in PROMPTS]))
     assert (together * vectors_of(model.float(), "mean")).sum(1).min() > 0.9995
+
+
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None
+from pagemill_engine.config import EngineConfig
+from pagemill_engine.starting.factory import create_runner
+config = EngineConfig(model=sys.argv[1], num_threads=1)
+runner = create_runner(config, lambda phase, detail: None)
+print(runner.info.weight_bytes > 0 and "torch" not in runner.info.compute)
+"""
+
+
+@needs_kernels
+def test_an_encoder_is_loaded_without_torch(tmp_path: Path) -> None:
+    write_encoder(*ENCODERS["bert"], tmp_path)
+    write_modules(tmp_path)
+    command = [sys.executable, "-c", WITHOUT_TORCH, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.stdout, done.returncode) == ("True\n", 0), done.stderr
+
+
+@needs_kernels
+@pytest.mark.parametrize("fault", ["only back", "no norm behind the sum", "no token types"])
+def test_a_fault_in_a_native_encoder_changes_its_vectors(fault: str, tmp_path: Path) -> None:
+    model = write_encoder(*ENCODERS["bert"], tmp_path)
+    write_modules(tmp_path, "mean")
+    core = core_of(tmp_path)
+    decoder = core.runner.model._decoder
+    for _, layers in decoder._runs:
+        for weights in layers._kept[1]:
+            if fault == "only back":
+                weights.layer.ahead = 0
+            elif fault == "no norm behind the sum":
+                weights.layer.attention_residual_norm.weight = None
+    if fault == "no token types":
+        decoder.embedding._token_types[:] = 0
+    expected = vectors_of(model, "mean")
+    assert (pooled(core, PROMPTS) - expected).abs().max() > 100 * TOLERANCE
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -472,14 +472,18 @@ def test_a_head_that_does_not_fit_is_refused(
         make({**folders, "eagle3": write_eagle3(tmp_path / "head", **changes)}, "llama", **settings)
 
 
-def test_heads_with_a_plain_layer_need_no_torch(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["llama", "deepseek"])
+def test_heads_whose_layer_is_native_need_no_torch(
+    name: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("pagemill_engine.sizing.draft.find_spec", lambda name: None)
-    with make(folders, "llama") as llm:
+    with make(folders, name) as llm:
         (out,) = llm.generate(PROMPTS[:1], SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True))
     assert out.metrics is not None
     assert out.metrics.num_proposed_tokens > 20
+    monkeypatch.setattr("pagemill_engine.sizing.compute.can_fuse", lambda decoder: False)
     with pytest.raises(LoadError, match="this head needs torch, which is not installed"):
-        make(folders, "deepseek")
+        make(folders, name)
 
 
 def test_a_model_without_a_layer_that_drafts_refuses_mtp(folders: dict[str, Path]) -> None:

@@ -5,6 +5,7 @@ Planted faults in the attention and in the choice of experts change the answers.
 
 from __future__ import annotations
 
+import ctypes
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,7 @@ from pagemill_kernels.cpu import library
 from pagemill_models.sources import SourceError
 from pagemill_models.spec.model_files import load_model_spec
 
+needs_kernels = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.unavailable_reason()}")
 Loader = Callable[..., Any]
 Drivers = Callable[[Any], Any]
 CACHED = 24 + 8
@@ -91,10 +93,67 @@ def with_the_scale_of_whole_keys(attention: LatentAttention) -> None:
 def test_a_fault_in_latent_attention_changes_the_answers(
     fault: Callable[[LatentAttention], None], v3: Family, runner_loader: Loader, make_driver: Drivers
 ) -> None:
-    runner = runner_loader(v3.folder)
+    runner = runner_loader(v3.folder, by_torch=True)
     for attention in latent_attentions(runner):
         fault(attention)
     assert tokens_of(make_driver(runner).greedy(v3.prompts, NUM_TOKENS)) != v3.expected
+
+
+def native_faults(fault: str, layers: Any) -> None:
+    """Plant a fault in what the native call reads of each layer."""
+    if fault == "no rotation":
+        layers._rotations = [None] * len(layers._rotations)
+        return
+    for weights in layers._kept[1]:
+        latent = weights._latent
+        if fault == "keys of another head":
+            latent.keys = rolled(weights, "_keys")
+        elif fault == "values of another head":
+            latent.values = rolled(weights, "_values")
+        elif fault == "another norm":
+            latent.latent_norm.eps = 10.0
+        else:
+            weights.layer.scale = 24**-0.5
+
+
+def rolled(weights: Any, name: str) -> int:
+    addresses = getattr(weights, name)
+    addresses[:] = [*addresses[1:], addresses[0]]
+    return ctypes.addressof(addresses)
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    "fault", ["no rotation", "keys of another head", "values of another head", "another norm", "scale of whole keys"]
+)
+def test_a_fault_in_native_latent_attention_changes_the_answers(
+    fault: str, v3: Family, runner_loader: Loader, make_driver: Drivers
+) -> None:
+    runner = runner_loader(v3.folder, backend="cpu_native")
+    for _, layers in runner.model._runs:
+        native_faults(fault, layers)
+    assert tokens_of(make_driver(runner).greedy(v3.prompts, NUM_TOKENS)) != v3.expected
+
+
+@needs_kernels
+def test_answers_of_latents_have_the_same_bits_in_every_batch_and_chunk(
+    v3: Family, runner_loader: Loader, make_driver: Drivers
+) -> None:
+    driver = make_driver(runner_loader(v3.folder, backend="cpu_native", deterministic=True))
+    settings = ({"waves": True}, {"enable_prefix_caching": False}, {"max_num_batched_tokens": 13}, {"num_blocks": 16})
+    first, *others = [driver.greedy(v3.prompts, NUM_TOKENS, **each) for each in settings]
+    assert tokens_of(first) == v3.expected
+    for other in others:
+        assert [each.logprobs for each in other] == [each.logprobs for each in first]
+
+
+@needs_kernels
+def test_latents_in_8_bits_stay_close(v3: Family, runner_loader: Loader, make_driver: Drivers) -> None:
+    runner = runner_loader(v3.folder, backend="cpu_native", kv_cache_dtype="int8")
+    assert runner.info.kv_bytes_per_token == 3 * (CACHED + 4)
+    rounded = make_driver(runner).greedy(v3.prompts, 1)
+    same = [each.token_ids == expected[:1] for each, expected in zip(rounded, v3.expected, strict=True)]
+    assert sum(same) >= len(same) - 2
 
 
 @pytest.mark.parametrize(
@@ -103,7 +162,7 @@ def test_a_fault_in_latent_attention_changes_the_answers(
 def test_a_fault_in_the_choice_of_expert_groups_changes_the_answers(
     change: dict[str, Any], v3: Family, runner_loader: Loader, make_driver: Drivers
 ) -> None:
-    runner = runner_loader(v3.folder)
+    runner = runner_loader(v3.folder, by_torch=True)
     mixtures = [block for layer in runner.model.model.layers for block in layer.blocks() if isinstance(block, MoE)]
     for mixture in mixtures:
         assert mixture.gating is not None
@@ -148,15 +207,13 @@ def test_smaller_cache_types_stay_close(
     ("settings", "message"),
     [
         ({"device": "cuda"}, "`device` cuda cannot run this model: the Triton kernels have no latent attention"),
-        ({"kv_cache_dtype": "int8"}, "`kv_cache_dtype` int8 needs the native attention kernels, which have no latent"),
-        ({"deterministic": True}, "`deterministic` true needs the native attention kernels, which have no latent"),
+        ({"kv_cache_dtype": "int8", "backend": "cpu"}, "`kv_cache_dtype` int8 needs the native kernels"),
+        ({"deterministic": True, "backend": "cpu"}, "`deterministic` true needs the native kernels"),
     ],
 )
 def test_a_backend_without_a_kernel_for_latents_is_refused_by_name(
     settings: dict[str, Any], message: str, v3: Family, runner_loader: Loader
 ) -> None:
-    if "device" not in settings and library.load() is None:
-        pytest.skip(f"no native kernels: {library.unavailable_reason()}")
     with pytest.raises(LoadError, match=message):
         runner_loader(v3.folder, **settings)
 

@@ -18,7 +18,7 @@ from pagemill_kernels.cpu import launch, library
 from pagemill_kernels.decoder_layer.native import CacheAddresses, NativeLayers
 from pagemill_kernels.decoder_layer.parts import LayerParts, MLPParts, NormParts
 from pagemill_kernels.linear import native
-from pagemill_models.declaration.declaration import AttentionSpec, LayerSpec, MLPSpec, MoESpec
+from pagemill_models.declaration.declaration import AttentionSpec, DecoderSpec, LayerSpec, MLPSpec, MoESpec
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.unavailable_reason()}")
 
@@ -68,6 +68,22 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32, "beta_fast": 32.0,
             "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.4}}
     ),
+    "norms behind sums, projections": (
+        "OPT", {"ffn_dim": 96, "word_embed_proj_dim": 32, "do_layer_norm_before": False}
+    ),
+    "inputs of layers, keys that layers share, heads of two sizes": (
+        "Gemma4Text", {"head_dim": 16, "global_head_dim": 32, "num_hidden_layers": 5, "num_kv_shared_layers": 2,
+                       "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 128, "sliding_window": 24,
+                       "layer_types": ["sliding_attention", *["sliding_attention", "full_attention"] * 2],
+                       "use_double_wide_mlp": True}
+    ),
+    "experts beside an MLP, values that are keys": (
+        "Gemma4Text", {"head_dim": 16, "global_head_dim": 32, "num_global_key_value_heads": 1, "num_experts": 6,
+                       "attention_k_eq_v": True, "top_k_experts": 2, "moe_intermediate_size": 32,
+                       "enable_moe_block": True, "sliding_window": 24, "num_kv_shared_layers": 0,
+                       "hidden_size_per_layer_input": 0,
+                       "layer_types": ["sliding_attention", "full_attention", "full_attention"]}
+    ),
     "experts, shares of all": (
         "Qwen3Moe", {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "norm_topk_prob": False}
     ),
@@ -84,8 +100,8 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     kind, overrides = MODELS[request.param]
     torch.manual_seed(2)
     name = (
-        "Gemma3ForCausalLM"
-        if kind == "Gemma3Text"
+        f"{kind.removesuffix('Text')}ForCausalLM"
+        if kind.endswith("Text")
         else f"{kind}LMHeadModel"
         if kind == "GPT2"
         else f"{kind}ForCausalLM"
@@ -147,9 +163,7 @@ def test_a_decode_step_makes_one_native_call_for_all_layers(
     monkeypatch.setattr(launch, "native", lambda: counting)
     runner = runner_loader(folder, backend="cpu_native")
     decoder = runner.model.spec.decoder
-    # The norm and the head after the last layer, and the sampler; an embedding that is tied to the head is read from
-    # its packed rows.
-    around = 3 + decoder.head.tied
+    around = calls_around(decoder)
     assert calls_per_step(runner, counting, make_driver) == 1 + around
     in_layers = sum(map(calls_of, decoder.layers))
     assert (
@@ -158,19 +172,31 @@ def test_a_decode_step_makes_one_native_call_for_all_layers(
     )
 
 
+def calls_around(decoder: DecoderSpec) -> int:
+    """Return the number of operations before and behind the layers: the norm, the head, projections of both ends and of
+    inputs of layers, and the sampler. An embedding that is tied to the head is read from its packed rows."""
+    assert decoder.head is not None
+    projections = (decoder.embedding.projection, decoder.head.projection)
+    inputs = 2 * (decoder.embedding.layer_inputs is not None)
+    return 2 + (decoder.norm is not None) + decoder.head.tied + sum(each is not None for each in projections) + inputs
+
+
 def calls_of(layer: LayerSpec) -> int:
-    """Return the number of operations of one layer: its norms, four or five of attention and three of the MLP.
+    """Return the number of operations of one layer: its norms, four or five of attention and three of each MLP.
 
     A shared expert has three more, and its gate two.
     """
-    attention, mlp = layer.blocks()
+    attention, *mlps = layer.blocks()
     assert isinstance(attention, AttentionSpec)
-    norms = {norm.name for norm in (*layer.norms(), attention.query_norm, attention.key_norm) if norm is not None}
-    in_mlp = 3  # two matmuls and the activation between them; or router, choice and experts
-    assert isinstance(mlp, MLPSpec | MoESpec)
-    if isinstance(mlp, MoESpec) and mlp.shared is not None:
-        in_mlp += 3 if mlp.shared.gate is None else 5
-    return len(norms) + 4 + attention.norms_behind_rotation + in_mlp
+    norms = [*layer.norms(), attention.query_norm, attention.key_norm, attention.value_norm]
+    in_mlps = 0
+    for mlp in mlps:
+        assert isinstance(mlp, MLPSpec | MoESpec)
+        in_mlps += 3  # two matmuls and the activation between them; or router, choice and experts
+        if isinstance(mlp, MoESpec):
+            norms += [mlp.norm, mlp.router_norm]
+            in_mlps += 0 if mlp.shared is None else 3 if mlp.shared.gate is None else 5
+    return len({each.name for each in norms if each is not None}) + 4 + attention.norms_behind_rotation + in_mlps
 
 
 def calls_per_step(runner: Any, counting: Counting, make_driver: Drivers) -> float:

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from pagemill_engine.decoders.native import decoder
 from pagemill_engine.decoders.on_torch import blocks, latent_attention
+from pagemill_kernels.cpu import library
 from pagemill_models.spec.decoders import decoder_from_config
 from pagemill_models.spec.model_files import load_model_spec
 from pagemill_models.spec.model_spec import kinds_of
@@ -87,12 +88,78 @@ def test_without_an_operation_of_gemma_4_the_log_probabilities_differ(
     prompts = [[3 + at % 190 for at in range(length)] for length in LENGTHS[-2:]]
 
     def logprobs(fault: Callable[[Any], None]) -> list[float]:
-        runner = runner_loader(tmp_path)
+        runner = runner_loader(tmp_path, by_torch=True)
         fault(runner.model.model.layers)
         return [each for result in make_driver(runner).greedy(prompts, 4) for each in result.logprobs]
 
     right = logprobs(lambda layers: None)
     for fault in faulty(name).values():
+        assert max(abs(one - other) for one, other in zip(logprobs(fault), right, strict=True)) > 1e-3
+
+
+def of_layers(fault: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Plant a fault in what the native call reads of each layer."""
+
+    def planted(runner: Any) -> None:
+        for _, layers in runner.model._runs:
+            for weights in layers._kept[1]:
+                fault(weights.layer)
+
+    return planted
+
+
+def keys_of_another(runner: Any) -> None:
+    """Let the first layer that shares keys read those of an earlier one."""
+    assert runner.model._cached_in[4] == 3
+    runner.model._cached_in[4] = 1
+    runner.model.use_caches(runner.kv_cache.layers)
+
+
+def of_inputs(**changes: Any) -> Callable[[Any], None]:
+    def planted(layer: Any) -> None:
+        for field, value in changes.items():
+            setattr(library.InputMLP.from_address(layer.input_mlp), field, value)
+
+    return of_layers(planted)
+
+
+def of_experts(change: Callable[[Any, Any], None]) -> Callable[[Any], None]:
+    return of_layers(lambda layer: change(layer, library.ExpertsWeights.from_address(layer.experts)))
+
+
+NATIVE_FAULTS: dict[str, dict[str, Callable[[Any], None]]] = {
+    "gemma4": {
+        "values": of_layers(lambda layer: setattr(layer.value_norm, "weight", None)),
+        "shared keys": keys_of_another,
+        "layer inputs": of_inputs(first_input=0),
+        "norm behind": of_inputs(output_norm=library.NormWeights()),
+        "factors": of_layers(lambda layer: setattr(layer, "factor", 1.0)),
+    },
+    WITH_EXPERTS: {
+        "scales": of_experts(lambda layer, experts: setattr(experts, "scales", None)),
+        "router": of_experts(lambda layer, experts: setattr(experts, "router_norm", layer.mlp_norm)),
+        "inputs": of_experts(lambda layer, experts: setattr(experts, "norm", library.NormWeights())),
+        "sum": of_layers(lambda layer: setattr(layer.sum_norm, "weight", None)),
+    },
+}
+"""Faults of the operations that only Gemma 4 has."""
+
+
+@pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.unavailable_reason()}")
+@pytest.mark.parametrize("name", ["gemma4", pytest.param(WITH_EXPERTS, marks=pytest.mark.full)])
+def test_a_fault_in_native_layers_of_gemma_4_changes_the_log_probabilities(
+    name: str, tmp_path: Path, runner_loader: Callable[..., Any], make_driver: Callable[[Any], Any]
+) -> None:
+    write_model(*{**CASES, **expert_models.VARIANTS}[name], tmp_path)
+    prompts = [[3 + at % 190 for at in range(length)] for length in LENGTHS[-2:]]
+
+    def logprobs(fault: Callable[[Any], None]) -> list[float]:
+        runner = runner_loader(tmp_path, backend="cpu_native")
+        fault(runner)
+        return [each for result in make_driver(runner).greedy(prompts, 4) for each in result.logprobs]
+
+    right = logprobs(lambda runner: None)
+    for fault in NATIVE_FAULTS[name].values():
         assert max(abs(one - other) for one, other in zip(logprobs(fault), right, strict=True)) > 1e-3
 
 

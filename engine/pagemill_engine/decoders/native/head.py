@@ -1,6 +1,6 @@
 """A head that drafts tokens, on the CPU without torch: its layer is the native call of decoders.
 
-Heads whose layer has parts of its own (latent attention) run by `executing.torch_head`.
+Heads of models that torch computes run by `executing.torch_head`.
 """
 
 from __future__ import annotations

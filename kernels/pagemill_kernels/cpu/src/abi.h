@@ -5,7 +5,7 @@
 
 namespace pagemill {
 
-constexpr int32_t kAbiVersion = 32;
+constexpr int32_t kAbiVersion = 34;
 
 // The first four formats, kFloats8 (e4m3) and kFloats4 (values of a table) are multiplied in float32. kDots4 and kDots8
 // round activations to 16-bit integers (dots.cpp), kPairs rounds them to bfloat16 (bfloat16.cpp). From
@@ -114,6 +114,9 @@ struct AttentionArgs {
   int32_t cache_type;       // CacheType
   int32_t batch_invariant;  // a token's result depends only on its own context, bit for bit
   int32_t bfloat16;         // tiles of many rows are multiplied in bfloat16, unless the cache is float32
+  int32_t ahead;            // tokens attend as far ahead as back
+  int32_t padding;
+  int64_t value_size;  // values are the first ones of each key; 0: they have vectors of their own
 };
 
 // What an adapter adds to some outputs of a product, from some of the sums that A makes.
@@ -152,7 +155,8 @@ struct AdaptedRows {
 
 // Where ranks add what each has computed.
 enum RankSum : int32_t {
-  kQueryNorm = 0, kKeyNorm = 1, kAttention = 2, kMlp = 3, kBlocks = 4, kStateNorm = 5, kState = 6
+  kQueryNorm = 0, kKeyNorm = 1, kAttention = 2, kMlp = 3, kBlocks = 4, kExpertsBeside = 5, kInputMlp = 6, kStateNorm = 7,
+  kState = 8
 };
 
 // What a step does besides the layers' own operations. Null members: nothing.
@@ -162,6 +166,8 @@ struct StepHooks {
   // Replaces `partial` by the sum over all ranks.
   void (*reduce)(void* context, float* partial, int64_t count, int32_t layer, int32_t cut);
   void* context;
+  const float* layer_inputs;  // [tokens], input_stride floats apart: what an InputMLP reads of each token
+  int64_t input_stride;
 };
 
 // RMS norm, or layer norm if `centered`, over `size` values. weight: null if there is no norm.
@@ -202,6 +208,9 @@ struct ExpertsWeights {
   int32_t gated;
   int32_t padding;
   const GroupChoice* gating;  // null: by the softmax of the logits
+  const float* scales;        // [num_experts]: factors of the weights; null: none
+  NormWeights norm;           // of the experts' inputs, where the router's differ
+  NormWeights router_norm;
 };
 
 // An MLP that computes all tokens beside a mixture of experts; biases may be null.
@@ -217,6 +226,39 @@ struct SharedExpert {
   float limit;  // 0: none
   int32_t padding;
 };
+
+// An MLP behind the others of a layer, which multiplies its inner values by the layer's inputs; biases may be null.
+struct InputMLP {
+  const PackedWeight* up;
+  const PackedWeight* down;
+  const float* up_bias;
+  const float* down_bias;
+  NormWeights output_norm;
+  int64_t first_input;  // of StepHooks::layer_inputs
+  int32_t activation;   // Activation
+  int32_t padding;
+};
+
+// What attention over latents (MLA, arXiv 2405.04434) has in place of `qkv`; latent.cpp. Biases may be null.
+struct LatentWeights {
+  const PackedWeight* query_down;  // before query_norm and `query`; null: queries are not compressed
+  const PackedWeight* query;       // of each head key_dim values, then shared_size that are rotated
+  const PackedWeight* down;        // the latent, then the key that all heads share
+  const float* query_down_bias;
+  const float* query_bias;
+  const float* down_bias;
+  const PackedWeight* const* keys;    // [num_heads]: [latent_size][key_dim], from a query to a latent
+  const PackedWeight* const* values;  // [num_heads]: [value_dim][latent_size]
+  NormWeights query_norm;
+  NormWeights latent_norm;
+  int64_t latent_size;
+  int64_t shared_size;
+  int64_t key_dim;
+  int64_t value_dim;
+};
+
+// Whose keys and values a layer attends to.
+enum KeySource : int32_t { kOwnKeys = 0, kValuesAreKeys = 1, kKeysOfAnother = 2 };
 
 // The rows of a step for recurrent layers; recurrent/batch.py.
 struct StateRows {
@@ -352,8 +394,9 @@ struct RecurrentWeights {
   int32_t gates_first;
 };
 
-// A decoder layer: attention or a block with a state, or both side by side, and an MLP, each added to the residual
-// stream; layer.cpp. Absent parts are null, and so are absent blocks' `qkv`, `recurrent`, and `up` and `experts`.
+// A decoder layer: attention or a block with a state, or both side by side, and an MLP, experts or both, and perhaps a
+// further MLP, each added to the residual stream; layer.cpp. Absent parts are null, and so are absent blocks' `qkv` and
+// `latent`, `recurrent`, and `up` and `experts`.
 struct LayerWeights {
   const PackedWeight* qkv;  // queries, keys, values, then gates
   const PackedWeight* output;
@@ -365,7 +408,7 @@ struct LayerWeights {
   const float* down_bias;
   const float* sinks;  // [num_heads]
   const float* alibi_slopes;  // [num_heads]
-  const ExpertsWeights* experts;  // replaces `up` and `down`
+  const ExpertsWeights* experts;  // replaces `up` and `down`, or is beside them: both read the same residual
   const SharedExpert* shared;     // beside `experts`
   const RecurrentWeights* recurrent;
   const PackedWeight* head_gates;  // one for each query head
@@ -393,6 +436,16 @@ struct LayerWeights {
   int32_t gated_heads;   // attended values are multiplied by the sigmoid of gates in `qkv`
   int32_t first_attention;  // numbers of the blocks' first linear layers, from the layer's first one on
   int32_t first_mlp;
+  const LatentWeights* latent;  // replaces `qkv`
+  const InputMLP* input_mlp;
+  NormWeights value_norm;
+  NormWeights attention_residual_norm;  // of the residual stream behind the attention
+  NormWeights mlp_residual_norm;        // and behind the MLP
+  NormWeights experts_output_norm;      // of experts beside an MLP
+  NormWeights sum_norm;                 // of the sum of both
+  float factor;          // of the residual stream behind the layer
+  int32_t key_source;    // KeySource
+  int32_t ahead;         // tokens attend as far ahead as back
 };
 
 }  // namespace pagemill

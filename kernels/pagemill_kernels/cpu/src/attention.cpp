@@ -19,16 +19,6 @@ namespace {
 constexpr int64_t kFewRows = 6;  // up to here keys are read in place
 constexpr float kMinusInfinity = -INFINITY;
 
-struct Scratch {
-  alignas(64) float query[kMaxRows * kMaxHeadDim];
-  alignas(64) float result[kMaxRows * kMaxHeadDim];
-  alignas(64) float keys[kMaxHeadDim * kPanel];    // transposed: [head_dim][16]
-  alignas(64) float tokens[kPanel * kMaxHeadDim];  // keys, then values, of 16 tokens of a cache not in float32
-  alignas(64) float scores[kMaxRows * kSpan];
-  float row_max[kMaxRows];
-  float row_sum[kMaxRows];
-};
-
 void transpose_keys(const float* keys, int64_t head_dim, float* out) {
   for (int64_t d = 0; d < head_dim; d += kLanes)
     for (int64_t token = 0; token < kPanel; token += kLanes)
@@ -77,10 +67,11 @@ void add_values(const float* scores, const float* values, int64_t depth, int64_t
 }
 
 template <int Rows>
-void value_rows(const float* scores, const float* values, int64_t depth, int64_t head_dim, float* result) {
+void value_rows(const float* scores, const float* values, int64_t depth, int64_t columns, int64_t head_dim,
+                float* result) {
   int64_t d = 0;
-  for (; d + 4 * kLanes <= head_dim; d += 4 * kLanes) add_values<Rows, 4>(scores, values + d, depth, head_dim, result + d);
-  for (; d < head_dim; d += kPanel) add_values<Rows, 2>(scores, values + d, depth, head_dim, result + d);
+  for (; d + 4 * kLanes <= columns; d += 4 * kLanes) add_values<Rows, 4>(scores, values + d, depth, head_dim, result + d);
+  for (; d < columns; d += kPanel) add_values<Rows, 2>(scores, values + d, depth, head_dim, result + d);
 }
 
 void score_all(const float* query, int64_t rows, const float* keys, int64_t head_dim, bool transpose, float* transposed,
@@ -97,22 +88,24 @@ void score_all(const float* query, int64_t rows, const float* keys, int64_t head
   }
 }
 
-void add_all(const float* scores, int64_t rows, const float* values, int64_t depth, int64_t head_dim, float* result) {
+void add_all(const float* scores, int64_t rows, const float* values, int64_t depth, int64_t columns, int64_t head_dim,
+             float* result) {
   if (rows > kFewRows) {
-    for (int64_t d = 0; d < head_dim; d += kPanel)
+    for (int64_t d = 0; d < columns; d += kPanel)
       tile(rows, scores, kSpan, values + d, head_dim, depth, result + d, head_dim);
     return;
   }
   for (; rows > 0; rows -= 3, scores += 3 * kSpan, result += 3 * head_dim) {
-    if (rows >= 3) value_rows<3>(scores, values, depth, head_dim, result);
-    if (rows == 2) value_rows<2>(scores, values, depth, head_dim, result);
-    if (rows == 1) value_rows<1>(scores, values, depth, head_dim, result);
+    if (rows >= 3) value_rows<3>(scores, values, depth, columns, head_dim, result);
+    if (rows == 2) value_rows<2>(scores, values, depth, columns, head_dim, result);
+    if (rows == 1) value_rows<1>(scores, values, depth, columns, head_dim, result);
   }
 }
 
-uint32_t visible_tokens(int64_t position, int64_t start, int64_t window, int64_t first_key) {
+// position, last: of a row's token, and of the last token that it attends to.
+uint32_t visible_tokens(int64_t position, int64_t last, int64_t start, int64_t window, int64_t first_key) {
   uint32_t visible = 0xffff;
-  const int64_t after = start + kPanel - 1 - position;  // tokens of the sixteen that come later
+  const int64_t after = start + kPanel - 1 - last;  // tokens of the sixteen that come later
   if (after > 0) visible = after >= kPanel ? 0 : visible >> after;
   const int64_t before = position - window + 1 - start;  // tokens of the sixteen that left the window
   if (window > 0 && before > 0) visible &= before >= kPanel ? 0 : 0xffffu << before;
@@ -140,11 +133,11 @@ void bend(float* scores, int64_t count, float cap, float slope, int64_t first) {
 
 // Turns the scores of a token at `position` into weights relative to the row's running maximum, and rescales the sums
 // so far. scores: of `panels` times 16 context tokens from `start` on.
-void softmax_row(float* scores, int64_t panels, int64_t position, int64_t start, int64_t window, int64_t first_key,
-                 float* result, int64_t head_dim, float& row_max, float& row_sum) {
+void softmax_row(float* scores, int64_t panels, int64_t position, int64_t last, int64_t start, int64_t window,
+                 int64_t first_key, float* result, int64_t head_dim, float& row_max, float& row_sum) {
   Widest most = splat_widest(kMinusInfinity);
   for (int64_t panel = 0; panel < panels; ++panel) {
-    const uint32_t visible = visible_tokens(position, start + panel * kPanel, window, first_key);
+    const uint32_t visible = visible_tokens(position, last, start + panel * kPanel, window, first_key);
     if (visible != 0xffff) hide(scores + panel * kPanel, visible);
   }
   for (int64_t i = 0; i < panels * kPanel; i += kWidest) most = max(most, load_as<Widest>(scores + i));
@@ -168,9 +161,6 @@ void softmax_row(float* scores, int64_t panels, int64_t position, int64_t start,
   row_sum += sum(total);
 }
 
-// The size that heads have in scratch memory; the values behind them are zero.
-int64_t padded(int64_t head_dim) { return (head_dim + kPanel - 1) / kPanel * kPanel; }
-
 const float* read_heads(int32_t type, const uint8_t* head, int64_t block_size, int64_t head_dim, int64_t first,
                         int64_t count, float* buffer) {
   const int64_t width = padded(head_dim);
@@ -184,19 +174,16 @@ const float* read_heads(int32_t type, const uint8_t* head, int64_t block_size, i
 
 bool bends(const AttentionArgs& args) { return args.soft_cap > 0 || args.alibi_slopes; }
 
-void attend(const AttentionArgs& args, const WorkItem& item, Scratch& scratch) {
+// Returns the last token that the token at `position` attends to, in a context of `length` tokens.
+int64_t last_visible(const AttentionArgs& args, int64_t position, int64_t length) {
+  if (!args.ahead) return position;
+  return args.sliding_window > 0 ? std::min(length, position + args.sliding_window) - 1 : length - 1;
+}
+
+void attend(const AttentionArgs& args, const WorkItem& item, AttentionScratch& scratch) {
   const int64_t head_dim = args.head_dim, group = args.num_heads / args.num_kv_heads;
   const int64_t width = padded(head_dim), rows = item.num_tokens * group;
   const int64_t query_start = args.query_start_loc[item.request];
-  const int64_t num_new = args.query_start_loc[item.request + 1] - query_start;
-  const int64_t first_position = args.seq_lens[item.request] - num_new + item.first_token;
-  const int64_t end = first_position + item.num_tokens;
-  const int64_t window_start = args.sliding_window > 0 ? std::max<int64_t>(0, first_position - args.sliding_window + 1) : 0;
-  const int32_t* table = args.block_tables + item.request * args.block_table_stride;
-  const int64_t head_size = head_bytes(args.cache_type, args.block_size, head_dim);
-  const uint8_t* cache = static_cast<const uint8_t*>(args.cache) + item.kv_head * head_size;
-  const bool transpose = args.batch_invariant != 0 || rows > kFewRows;
-
   for (int64_t t = 0; t < item.num_tokens; ++t)
     for (int64_t g = 0; g < group; ++g) {
       const int64_t token = query_start + item.first_token + t, row = t * group + g;
@@ -207,6 +194,29 @@ void attend(const AttentionArgs& args, const WorkItem& item, Scratch& scratch) {
       scratch.row_max[row] = args.sinks ? args.sinks[item.kv_head * group + g] : kMinusInfinity;
       scratch.row_sum[row] = args.sinks ? 1.0f : 0.0f;
     }
+  attend_rows(args, item, group, scratch);
+  for (int64_t row = 0; row < rows; ++row) {
+    const int64_t token = query_start + item.first_token + row / group;
+    float* out = args.out + (token * args.num_heads + item.kv_head * group + row % group) * head_dim;
+    const float inverse = 1.0f / scratch.row_sum[row];
+    for (int64_t d = 0; d < head_dim; ++d) out[d] = scratch.result[row * width + d] * inverse;
+  }
+}
+
+}  // namespace
+
+void attend_rows(const AttentionArgs& args, const WorkItem& item, int64_t group, AttentionScratch& scratch) {
+  const int64_t head_dim = args.head_dim, width = padded(head_dim), rows = item.num_tokens * group;
+  const int64_t query_start = args.query_start_loc[item.request], length = args.seq_lens[item.request];
+  const int64_t first_position = length - (args.query_start_loc[item.request + 1] - query_start) + item.first_token;
+  const int64_t end = last_visible(args, first_position + item.num_tokens - 1, length) + 1;
+  const int64_t window_start = args.sliding_window > 0 ? std::max<int64_t>(0, first_position - args.sliding_window + 1) : 0;
+  const int32_t* table = args.block_tables + item.request * args.block_table_stride;
+  const int64_t head_size = head_bytes(args.cache_type, args.block_size, head_dim);
+  const uint8_t* cache = static_cast<const uint8_t*>(args.cache) + item.kv_head * head_size;
+  const bool transpose = args.batch_invariant != 0 || rows > kFewRows;
+  const int64_t values_at = args.value_size ? 0 : args.num_kv_heads * head_size;
+  const int64_t columns = args.value_size ? padded(args.value_size) : width;
   std::fill_n(scratch.result, rows * width, 0.0f);
 
   for (int64_t start = window_start / kSpan * kSpan; start < end; start += kSpan) {
@@ -222,37 +232,31 @@ void attend(const AttentionArgs& args, const WorkItem& item, Scratch& scratch) {
       bend(scratch.scores + row * kSpan, panels * kPanel, args.soft_cap,
            args.alibi_slopes ? args.alibi_slopes[item.kv_head * group + row % group] : 0.0f,
            start - first_position - row / group);
-    for (int64_t row = 0; row < rows; ++row)
-      softmax_row(scratch.scores + row * kSpan, panels, first_position + row / group, start, args.sliding_window,
-                  args.first_key, scratch.result + row * width, width, scratch.row_max[row], scratch.row_sum[row]);
+    for (int64_t row = 0; row < rows; ++row) {
+      const int64_t position = first_position + row / group, last = last_visible(args, position, length);
+      softmax_row(scratch.scores + row * kSpan, panels, position, last, start, args.sliding_window, args.first_key,
+                  scratch.result + row * width, columns, scratch.row_max[row], scratch.row_sum[row]);
+    }
     for (int64_t panel = 0; panel < panels; ++panel) {
       const Place place = place_of(args, table, cache, start + panel * kPanel);
       const int64_t count = std::min<int64_t>(kPanel, depth - panel * kPanel);
-      const float* values = read_heads(args.cache_type, place.head + args.num_kv_heads * head_size, args.block_size,
-                                       head_dim, place.first, count, scratch.tokens);
-      add_all(scratch.scores + panel * kPanel, rows, values, count, width, scratch.result);
+      const float* values = read_heads(args.cache_type, place.head + values_at, args.block_size, head_dim, place.first,
+                                       count, scratch.tokens);
+      add_all(scratch.scores + panel * kPanel, rows, values, count, columns, width, scratch.result);
     }
-  }
-
-  for (int64_t row = 0; row < rows; ++row) {
-    const int64_t token = query_start + item.first_token + row / group;
-    float* out = args.out + (token * args.num_heads + item.kv_head * group + row % group) * head_dim;
-    const float inverse = 1.0f / scratch.row_sum[row];
-    for (int64_t d = 0; d < head_dim; ++d) out[d] = scratch.result[row * width + d] * inverse;
   }
 }
 
-}  // namespace
 }  // namespace pagemill
 
 using namespace pagemill;
 
-// head_dim: at most 512. block_size: a multiple of 16. num_heads / num_kv_heads: at most 48.
+// head_dim: at most 576. block_size: a multiple of 16. num_heads / num_kv_heads: at most 48.
 extern "C" void pagemill_paged_attention(const AttentionArgs* arguments) {
   const AttentionArgs& args = *arguments;
   const int64_t group = args.num_heads / args.num_kv_heads;
   const int64_t tile_tokens = kMaxRows / group;
-  const bool rounds = args.bfloat16 != 0 && args.head_dim % kPanel == 0 && !bends(args) &&
+  const bool rounds = args.bfloat16 != 0 && args.head_dim % kPanel == 0 && !bends(args) && !args.ahead &&
                       args.cache_type != kCacheFloat32 && has_bfloat16();
   std::vector<WorkItem> items;
   for (int64_t request = 0; request < args.num_requests; ++request) {
@@ -262,7 +266,7 @@ extern "C" void pagemill_paged_attention(const AttentionArgs* arguments) {
         items.push_back({request, head, first, std::min(tile_tokens, num_tokens - first)});
   }
   share(args.num_threads, static_cast<int64_t>(items.size()), kSingly, [&](Pieces pieces) {
-    Scratch scratch;
+    AttentionScratch scratch;
     pieces.each([&](int64_t i) {
       const int64_t* starts = args.query_start_loc + items[i].request;
       if (rounds && (starts[1] - starts[0]) * group > kFewRows)

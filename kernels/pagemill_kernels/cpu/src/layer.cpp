@@ -25,7 +25,7 @@ void normalize(const NormWeights& norm, const float* x, int64_t groups, int64_t 
 }
 
 // Numbers of a block's linear layers, from its first one on. With experts: the router, then two of each expert and of the
-// shared one, and that one's gate.
+// shared one, and that one's gate; those of experts beside an MLP follow its own.
 enum Linear : int64_t { kQkv = 0, kHeadGates = 1, kUp = 0, kDown = 1, kRouter = 0, kExperts = 1 };
 
 // How a block's results are added to hidden.
@@ -47,6 +47,13 @@ struct Layer {
   const int64_t size;
   const int32_t threads;
 
+  // Null without attention.
+  const PackedWeight* first_product() const {
+    if (!w.latent) return w.qkv;
+    return w.latent->query_down ? w.latent->query_down : w.latent->query;
+  }
+  // Values of each token that attention reads: other than `size` where they are given.
+  int64_t read() const { return first_product()->in_features; }
   bool reduces() const { return hooks && hooks->reduce; }
   const StepAdapters* adapters() const { return hooks ? hooks->adapters : nullptr; }
   int64_t first_linear() const { return hooks ? hooks->first_linear[index] : 0; }
@@ -54,7 +61,7 @@ struct Layer {
     hooks->reduce(hooks->context, partial, count, index, sum);
   }
 
-  // Adds what adapters make of x, rows first_row.. of the step, to the product in `out`.
+  // Adds what adapters make of x, rows first_row.. of the step, to the product in `out`. linear: from the layer's first.
   void adapt(int64_t linear, const float* x, int64_t in, int64_t rows, int64_t first_row, float* out,
              int64_t out_stride) const {
     const AdaptedRows of{nullptr, 1, first_row};
@@ -131,49 +138,66 @@ struct Layer {
 
   void attend(const float* x, int64_t tokens, const float* cos, const float* sin, uint8_t* cache, int32_t cache_type,
               const int64_t* slots, float* heads, float* result, float* hidden) const {
-    const int64_t width = w.qkv->out_features, queries = w.num_heads * w.head_dim, keys = w.num_kv_heads * w.head_dim;
-    const int64_t read = w.qkv->in_features, first = w.first_attention;  // read: other than `size` where x is given
+    const int64_t queries = w.num_heads * w.head_dim, keys = w.num_kv_heads * w.head_dim, first = w.first_attention;
+    const int64_t stored = queries + (w.key_source == kKeysOfAnother ? 0 : 2 * keys);
+    const int64_t width = std::max(stored, w.qkv->out_features);  // gates are behind what is stored
     float* attended = heads + tokens * width;
-    pagemill_linear(w.qkv, x, tokens, read, w.qkv_bias, heads, width, 0, threads);
-    adapt(first + kQkv, x, read, tokens, 0, heads, width);
+    pagemill_linear(w.qkv, x, tokens, read(), w.qkv_bias, heads, width, 0, threads);
+    adapt(first + kQkv, x, read(), tokens, 0, heads, width);
+    for (int64_t t = 0; w.key_source == kValuesAreKeys && t < tokens; ++t)
+      std::copy_n(heads + t * width + queries, keys, heads + t * width + queries + keys);
     if (w.norms_behind && cos) {
       pagemill_rotate(heads, tokens, w.num_heads + w.num_kv_heads, w.head_dim, width, cos, sin, threads);
       cos = sin = nullptr;
     }
     normalize_heads(w.query_norm, heads, tokens, width, queries, kQueryNorm);
     normalize_heads(w.key_norm, heads + queries, tokens, width, keys, kKeyNorm);
-    if (w.clip > 0) clip(heads, tokens, width, queries + 2 * keys);
-    pagemill_rope_and_store(heads, tokens, w.num_heads, w.num_kv_heads, w.head_dim, width, cos, sin, cache, cache_type,
-                            slots, plan->block_size, block_stride, threads);
+    normalize_heads(w.value_norm, heads + queries + keys, tokens, width, keys, kKeyNorm);
+    if (w.clip > 0) clip(heads, tokens, width, stored);
+    if (w.key_source != kKeysOfAnother)
+      pagemill_rope_and_store(heads, tokens, w.num_heads, w.num_kv_heads, w.head_dim, width, cos, sin, cache, cache_type,
+                              slots, plan->block_size, block_stride, threads);
+    else if (cos)
+      pagemill_rotate(heads, tokens, w.num_heads, w.head_dim, width, cos, sin, threads);
+    grow(heads, tokens, width, queries);
+    AttentionArgs attention = attention_over(cache, cache_type, heads, width, attended);
+    attention.num_kv_heads = w.num_kv_heads;
+    pagemill_paged_attention(&attention);
+    if (w.gated_heads)
+      pagemill_gate_heads(attended, tokens, w.num_heads, w.head_dim, heads + stored, width, 0, threads);
+    if (w.head_gates) gate_heads(x, tokens, heads, attended);
+    attention_product(first + kHeadGates + (w.head_gates != nullptr), attended, tokens, result, hidden);
+  }
+
+  // Multiplies queries by the step's factors, in layers whose queries grow.
+  void grow(float* queries, int64_t tokens, int64_t stride, int64_t count) const {
     for (int64_t t = 0; w.grows && t < tokens; ++t)
-      for (int64_t i = 0; i < queries; ++i) heads[t * width + i] *= query_factors[t];
+      for (int64_t i = 0; i < count; ++i) queries[t * stride + i] *= query_factors[t];
+  }
+
+  AttentionArgs attention_over(const uint8_t* cache, int32_t cache_type, const float* queries, int64_t stride,
+                               float* out) const {
     AttentionArgs attention = *plan;
-    attention.query = heads;
-    attention.query_stride = width;
+    attention.query = queries;
+    attention.query_stride = stride;
     attention.cache = cache;
     attention.cache_type = cache_type;
-    attention.out = attended;
+    attention.out = out;
     attention.sinks = w.sinks;
     attention.alibi_slopes = w.alibi_slopes;
     attention.soft_cap = w.soft_cap;
     attention.num_heads = w.num_heads;
-    attention.num_kv_heads = w.num_kv_heads;
     attention.head_dim = w.head_dim;
     attention.block_stride = block_stride;
     attention.scale = w.scale;
-    pagemill_paged_attention(&attention);
-    if (w.gated_heads)
-      pagemill_gate_heads(attended, tokens, w.num_heads, w.head_dim, heads + queries + 2 * keys, width, 0, threads);
-    if (w.head_gates) gate_heads(x, tokens, heads, attended);
-    product(first + kHeadGates + (w.head_gates != nullptr), w.output, w.output_bias, of_attention(), attended, tokens, 0,
-            joins(), result, hidden);
+    attention.ahead = w.ahead;
+    return attention;
   }
 
   // Multiplies attended values by gates of their heads. gates: room for them, where queries are no longer needed.
   void gate_heads(const float* x, int64_t tokens, float* gates, float* attended) const {
-    const int64_t read = w.qkv->in_features;
-    pagemill_linear(w.head_gates, x, tokens, read, w.head_gates_bias, gates, w.num_heads, 0, threads);
-    adapt(w.first_attention + kHeadGates, x, read, tokens, 0, gates, w.num_heads);
+    pagemill_linear(w.head_gates, x, tokens, read(), w.head_gates_bias, gates, w.num_heads, 0, threads);
+    adapt(w.first_attention + kHeadGates, x, read(), tokens, 0, gates, w.num_heads);
     pagemill_gate_heads(attended, tokens, w.num_heads, w.head_dim, gates, w.num_heads, 1, threads);
   }
 
@@ -186,35 +210,121 @@ struct Layer {
     product(block.output_number(), r.output, r.output_bias, ending, inner, tokens, 0, false, result, hidden);
   }
 
-  void mlp(const float* x, int64_t tokens, int64_t first_row, float* scratch, float* result, float* hidden) const {
+  void attention_product(int64_t linear, const float* attended, int64_t tokens, float* result, float* hidden) const {
+    product(linear, w.output, w.output_bias, of_attention(), attended, tokens, 0, joins(), result, hidden);
+  }
+
+  // Attends over latents, which replace keys and values. scratch: queries, latents and shared keys, compressed queries,
+  // and the attended values.
+  void attend_latents(const float* x, int64_t tokens, const float* cos, const float* sin, uint8_t* cache,
+                      int32_t cache_type, const int64_t* slots, float* scratch, float* result, float* hidden) const {
+    const LatentWeights& l = *w.latent;
+    const int64_t head = l.key_dim + l.shared_size, width = w.num_heads * head, row = l.latent_size + l.shared_size;
+    const int64_t compressed = l.query_down ? l.query_down->out_features : 0;
+    const int64_t first = w.first_attention + (compressed ? 1 : 0);
+    float* queries = scratch;
+    float* down = queries + tokens * width;
+    float* narrow = down + tokens * row;
+    float* attended = narrow + tokens * compressed;
+    if (compressed) {
+      pagemill_linear(l.query_down, x, tokens, read(), l.query_down_bias, narrow, compressed, 0, threads);
+      adapt(w.first_attention, x, read(), tokens, 0, narrow, compressed);
+      if (l.query_norm.weight) normalize(l.query_norm, narrow, tokens, compressed, 1, narrow, compressed, threads);
+    }
+    const float* queried = compressed ? narrow : x;
+    pagemill_linear(l.query, queried, tokens, l.query->in_features, l.query_bias, queries, width, 0, threads);
+    adapt(first, queried, l.query->in_features, tokens, 0, queries, width);
+    pagemill_linear(l.down, x, tokens, read(), l.down_bias, down, row, 0, threads);
+    adapt(first + 1, x, read(), tokens, 0, down, row);
+    normalize(l.latent_norm, down, tokens, row, 1, down, row, threads);
+    if (cos) {
+      pagemill_rotate(down + l.latent_size, tokens, 1, l.shared_size, row, cos, sin, threads);
+      for (int64_t h = 0; h < w.num_heads; ++h)
+        pagemill_rotate(queries + h * head + l.key_dim, tokens, 1, l.shared_size, width, cos, sin, threads);
+    }
+    pagemill_store_latents(down, tokens, row, cache, cache_type, slots, plan->block_size, block_stride, threads);
+    grow(queries, tokens, width, width);
+    AttentionArgs attention = attention_over(cache, cache_type, queries, width, attended);
+    attention.num_kv_heads = 1;
+    attention.value_size = l.latent_size;
+    pagemill_latent_attention(&l, &attention, adapters(), first_linear() + first + 2);
+    attention_product(first + 3, attended, tokens, result, hidden);
+  }
+
+  // Returns the activated inner values of the MLP, behind those of its first product in scratch.
+  const float* inner_values(const float* x, int64_t tokens, int64_t first_row, float* scratch) const {
     const int64_t inner = w.down->in_features, width = w.up->out_features;
     float* activated = scratch + std::min(tokens, kMlpRows) * width;
     pagemill_linear(w.up, x, tokens, size, w.up_bias, scratch, width, 0, threads);
     adapt(w.first_mlp + kUp, x, size, tokens, first_row, scratch, width);
     pagemill_activate(scratch, tokens, inner, w.activation, w.gated, w.limit, activated, threads);
+    return activated;
+  }
+
+  void mlp(const float* x, int64_t tokens, int64_t first_row, float* scratch, float* result, float* hidden) const {
+    const float* activated = inner_values(x, tokens, first_row, scratch);
     product(w.first_mlp + kDown, w.down, w.down_bias, of_mlp(), activated, tokens, first_row, joins(), result, hidden);
   }
 
   void experts(const float* x, int64_t tokens, float* scratch, float* result, float* hidden) const {
+    float* out = adds(of_mlp()) ? hidden : result;
+    if (out != hidden && !joins()) std::fill_n(out, tokens * size, 0.0f);
+    add_experts(x, tokens, w.first_mlp, scratch, out);
+    if (joins()) return;
+    if (reduces()) reduce(result, tokens * size, kMlp);
+    if (out != hidden) add(of_mlp(), result, tokens, hidden);
+  }
+
+  // Adds the outputs of the chosen experts, and of a shared one, to `out`. number: of the router.
+  void add_experts(const float* x, int64_t tokens, int64_t number, float* scratch, float* out) const {
     const ExpertsWeights& e = *w.experts;
-    std::vector<float> logits(tokens * e.num_experts), weights(tokens * e.top_k);
+    std::vector<float> logits(tokens * e.num_experts), weights(tokens * e.top_k), own;
     std::vector<int64_t> chosen(tokens * e.top_k);
-    pagemill_linear(e.router, x, tokens, size, e.router_bias, logits.data(), e.num_experts, 0, threads);
-    adapt(w.first_mlp + kRouter, x, size, tokens, 0, logits.data(), e.num_experts);
+    const auto normed = [&](const NormWeights& norm) {
+      if (!norm.weight) return x;
+      own.resize(tokens * size);
+      normalize(norm, x, tokens, size, 1, own.data(), size, threads);
+      return static_cast<const float*>(own.data());
+    };
+    const float* routed = normed(e.router_norm);
+    pagemill_linear(e.router, routed, tokens, size, e.router_bias, logits.data(), e.num_experts, 0, threads);
+    adapt(number + kRouter, routed, size, tokens, 0, logits.data(), e.num_experts);
     if (e.gating)
       pagemill_route_by_groups(logits.data(), tokens, e.num_experts, e.top_k, e.renormalized, e.gating, chosen.data(),
                                weights.data());
     else
       pagemill_route(logits.data(), tokens, e.num_experts, e.top_k, e.renormalized, chosen.data(), weights.data());
-    float* out = adds(of_mlp()) ? hidden : result;
-    if (out != hidden && !joins()) std::fill_n(out, tokens * size, 0.0f);
-    pagemill_experts(e.ups, e.up_biases, e.downs, e.down_biases, e.num_experts, x, tokens, size, chosen.data(),
-                     weights.data(), e.top_k, e.activation, e.gated, e.limit, adapters(), first_linear() + w.first_mlp + kExperts, out,
-                     threads);
-    if (w.shared) shared_expert(x, tokens, w.first_mlp + kExperts + 2 * e.num_experts, scratch, out);
-    if (joins()) return;
+    for (size_t i = 0; e.scales && i < weights.size(); ++i) weights[i] *= e.scales[chosen[i]];
+    const float* computed = normed(e.norm);
+    pagemill_experts(e.ups, e.up_biases, e.downs, e.down_biases, e.num_experts, computed, tokens, size, chosen.data(),
+                     weights.data(), e.top_k, e.activation, e.gated, e.limit, adapters(),
+                     first_linear() + number + kExperts, out, threads);
+    if (w.shared) shared_expert(computed, tokens, number + kExperts + 2 * e.num_experts, scratch, out);
+  }
+
+  // Adds norm(MLP + experts) of the same hidden states to these. other: [tokens][size], for the experts' outputs.
+  void experts_beside_mlp(int64_t tokens, float* normed, float* scratch, float* result, float* other,
+                          float* hidden) const {
+    const int64_t inner = w.down->in_features, blocks = (tokens + kMlpRows - 1) / kMlpRows;
+    for (int64_t block = 0, start = 0; block < blocks; ++block) {
+      const int64_t end = tokens * (block + 1) / blocks, rows = end - start;
+      const float* x = input(w.mlp_norm, hidden + start * size, rows, normed);
+      const float* activated = inner_values(x, rows, start, scratch);
+      pagemill_linear(w.down, activated, rows, inner, w.down_bias, result + start * size, size, 0, threads);
+      adapt(w.first_mlp + kDown, activated, inner, rows, start, result + start * size, size);
+      start = end;
+    }
+    std::fill_n(other, tokens * size, 0.0f);
+    add_experts(hidden, tokens, w.first_mlp + 2, scratch, other);
     if (reduces()) reduce(result, tokens * size, kMlp);
-    if (out != hidden) add(of_mlp(), result, tokens, hidden);
+    if (reduces()) reduce(other, tokens * size, kExpertsBeside);
+    const auto behind = [&](const NormWeights& norm, float* rows) {
+      if (norm.weight) normalize(norm, rows, tokens, size, 1, rows, size, threads);
+    };
+    behind(w.mlp_output_norm, result);
+    behind(w.experts_output_norm, other);
+    for (int64_t i = 0; i < tokens * size; ++i) result[i] += other[i];
+    add({w.sum_norm, w.mlp_scale, kMlp}, result, tokens, hidden);
   }
 
   // Adds the outputs of the expert that computes all tokens to `out`. number: of its first linear layer.
@@ -243,6 +353,29 @@ struct Layer {
     }
   }
 
+  // Adds the outputs of the MLP whose inner values are multiplied by the layer's inputs to hidden.
+  void input_mlp(int64_t tokens, float* scratch, float* result, float* hidden) const {
+    const InputMLP& e = *w.input_mlp;
+    const int64_t inner = e.down->in_features, number = behind_mlp();
+    float* activated = scratch + tokens * inner;
+    pagemill_linear(e.up, hidden, tokens, size, e.up_bias, scratch, inner, 0, threads);
+    adapt(number, hidden, size, tokens, 0, scratch, inner);
+    pagemill_activate(scratch, tokens, inner, e.activation, 0, 0.0f, activated, threads);
+    for (int64_t t = 0; t < tokens; ++t)
+      for (int64_t i = 0; i < inner; ++i)
+        activated[t * inner + i] *= hooks->layer_inputs[t * hooks->input_stride + e.first_input + i];
+    pagemill_linear(e.down, activated, tokens, inner, e.down_bias, result, size, 0, threads);
+    adapt(number + 1, activated, inner, tokens, 0, result, size);
+    if (reduces()) reduce(result, tokens * size, kInputMlp);
+    add({e.output_norm, w.mlp_scale, kInputMlp}, result, tokens, hidden);
+  }
+
+  // Returns the number of the first linear layer behind MLP and experts.
+  int64_t behind_mlp() const {
+    const int64_t of_mlp = w.up ? 2 : 0, of_shared = w.shared ? 2 + (w.shared->gate != nullptr) : 0;
+    return w.first_mlp + of_mlp + (w.experts ? 1 + 2 * w.experts->num_experts + of_shared : 0);
+  }
+
   // Returns the input of a block: normalised into `out`, or hidden itself.
   const float* input(const NormWeights& norm, const float* hidden, int64_t tokens, float* out) const {
     if (!norm.weight) return hidden;
@@ -259,18 +392,32 @@ struct Layer {
     float* own = result + tokens * size;  // input of a parallel layer's MLP, or of a block beside attention
     float* inner = own + tokens * size;
     const float* attention_input = given;
-    if (w.qkv && !given) attention_input = input(w.attention_norm, hidden, tokens, normed);
+    if (first_product() && !given) attention_input = input(w.attention_norm, hidden, tokens, normed);
     if (w.recurrent) recur(input(w.recurrent->norm, hidden, tokens, own), tokens, inner, result, hidden);
     const float* shared = nullptr;
     if (w.parallel) shared = w.mlp_norm.weight ? input(w.mlp_norm, hidden, tokens, own) : attention_input;
-    if (w.qkv) attend(attention_input, tokens, cos, sin, cache, cache_type, slots, inner, result, hidden);
-    if (w.experts)
+    if (w.latent)
+      attend_latents(attention_input, tokens, cos, sin, cache, cache_type, slots, inner, result, hidden);
+    else if (w.qkv)
+      attend(attention_input, tokens, cos, sin, cache, cache_type, slots, inner, result, hidden);
+    settle(w.attention_residual_norm, tokens, hidden);
+    if (w.experts && w.up)
+      experts_beside_mlp(tokens, normed, inner, result, own, hidden);
+    else if (w.experts)
       experts(shared ? shared : input(w.mlp_norm, hidden, tokens, normed), tokens, inner, result, hidden);
     else if (w.up)
       mlp_by_rows(shared, tokens, normed, inner, result, hidden);
+    settle(w.mlp_residual_norm, tokens, hidden);
+    if (w.input_mlp) input_mlp(tokens, inner, result, hidden);
+    for (int64_t i = 0; w.factor != 1.0f && i < tokens * size; ++i) hidden[i] *= w.factor;
     if (!joins()) return;
     reduce(result, tokens * size, kBlocks);
     add(of_mlp(), result, tokens, hidden);
+  }
+
+  // Normalises the residual stream behind a block, if there is such a norm.
+  void settle(const NormWeights& norm, int64_t tokens, float* hidden) const {
+    if (norm.weight) normalize(norm, hidden, tokens, size, 1, hidden, size, threads);
   }
 
   // shared: the input of a parallel layer's MLP, or null.
@@ -291,11 +438,12 @@ struct Layer {
 
 // plans: shared by layers with the same window, null without attention. cosines, sines: of each layer; null: no rotation.
 // caches, block_strides: of each layer, with its slots as in pagemill_rope_and_store. size: of hidden. first_input: what
-// the attention of the first layer reads, normalised, as many values as its qkv takes for each token; null: hidden.
-// query_factors: [tokens], of layers whose queries grow. states: of each layer, null for those without one; rows: the
-// step's, for them. hooks: adapters, and sums over ranks; null: neither. scratch: for each token three times `size` floats,
-// then the most that a layer needs of (qkv outputs + output inputs) or recurrent_scratch for each token and (up outputs +
-// down inputs) for each of up to kMlpRows, for a shared expert with a gate `size` more.
+// the attention of the first layer reads, normalised, as many values as its first product takes for each token; null:
+// hidden. query_factors: [tokens], of layers whose queries grow. states: of each layer, null for those without one; rows:
+// the step's, for them. hooks: adapters, and sums over ranks; null: neither. scratch: for each token three times `size`
+// floats, then the most that a layer needs of (qkv outputs + output inputs; with latents: query outputs, down outputs,
+// those of query_down, output inputs) or recurrent_scratch for each token, twice the inputs of an InputMLP for each token,
+// and (up outputs + down inputs) for each of up to kMlpRows, for a shared expert with a gate `size` more.
 extern "C" void pagemill_decoder_layers(int64_t num_layers, const LayerWeights* const* layers,
                                         const AttentionArgs* const* plans, uint8_t* const* caches,
                                         const int64_t* block_strides, const float* first_input, float* hidden,

@@ -54,5 +54,9 @@ void pagemill_sample(const pagemill::SamplingArgs* arguments);
 void pagemill_report(const pagemill::SamplingArgs* arguments);
 void pagemill_sample_part(const pagemill::PartArgs* arguments);
 void pagemill_paged_attention(const pagemill::AttentionArgs* arguments);
+void pagemill_latent_attention(const pagemill::LatentWeights* weights, const pagemill::AttentionArgs* arguments,
+                               const pagemill::StepAdapters* adapters, int64_t number);
+void pagemill_store_latents(const float* rows, int64_t tokens, int64_t size, uint8_t* cache, int32_t cache_type,
+                            const int64_t* slots, int64_t block_size, int64_t block_stride, int32_t num_threads);
 
 }  // extern "C"
