@@ -79,6 +79,7 @@ class Case:
             attention_norm=None,
             mlp_norm=None,
             rotation=0,
+            first_mlp=4,
         )
 
     def expected(self, delta: Any = 0.0) -> Any:
