@@ -12,8 +12,9 @@ import pytest
 import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
+from tokenizers.pre_tokenizers import Sequence, Split
 
 from examples import num_examples
 from pagemill_api.text import byte_level
@@ -503,3 +504,20 @@ def test_an_end_of_message_does_not_end_an_answer_with_channels() -> None:
     control = {"<|end|>": 1, "<|endoftext|>": 2}
     assert eos_ids([3], control) == [3, 1, 2]
     assert eos_ids([3], {**control, "<|channel|>": 4}) == [3, 2]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("qwen35", [" don", "'t", " 漢字カナ", " नमस्ते", " ", "1", "2", "3", "4"]),
+        ("glm4", [" don", "'t", " 漢字カナ", " नमस", "्त", "े", " ", "123", "4"]),
+        ("kimi-k2", [" don't", " ", "漢字", "カナ", " नमस्ते", " ", "123", "4"]),
+        ("minimax-m2", [" don't", " 漢字カナ", " नमस्ते", " ", "123", "4"]),
+        ("deepseek-v3", [" don", "'t", " ", "漢字カナ", " नमस्ते", " ", "123", "4"]),
+    ],
+)
+def test_pre_tokenizers_of_newer_vocabularies_split_words(name: str, words: list[str]) -> None:
+    """Marks belong to words of all but GLM's, and Kimi's have Chinese by itself."""
+    splits = [Split(Regex(pattern), "isolated") for pattern in PRE_TOKENIZERS[name].splits]
+    found = Sequence(splits).pre_tokenize_str(" don't 漢字カナ नमस्ते 1234")
+    assert [word for word, _ in found] == words

@@ -4,7 +4,7 @@ without them. What holds for blocks of draft models (`test_draft_models`) is tes
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 import transformers
 from byte_bundle import byte_tokenizer
 from eagle_heads import EPS, OWN, SIZE, VOCAB, write_eagle3
+from family_gguf import write_family_gguf
 from recorded_drafts import Found, record_drafts
 from safetensors.torch import load_file, save_file
 from tiny_llama import write_tiny_llama
@@ -27,6 +28,7 @@ from pagemill_engine.executing.drafter import Drafter
 from pagemill_engine.proposing.draft import Rounds
 from pagemill_engine.sizing.sizing import sizes_here
 from pagemill_engine.weights.errors import LoadError
+from pagemill_models.spec.heads import stored_mtp_head
 from pagemill_models.spec.model_files import load_model_spec
 from pagemill_protocol.request.generate import ChoiceResume, GenerateRequest
 from pagemill_protocol.request.sampling import SamplingParams as EngineSampling
@@ -489,3 +491,18 @@ def test_heads_whose_layer_is_native_need_no_torch(
 def test_a_model_without_a_layer_that_drafts_refuses_mtp(folders: dict[str, Path]) -> None:
     with pytest.raises(LoadError, match="declares no layer that drafts"):
         LLM(str(folders["llama"]), speculative_config={"method": "mtp"}, **SETTINGS)
+
+
+def test_the_layer_of_a_gguf_file_drafts_by_default(
+    folders: dict[str, Path], tmp_path: Path, runner_loader: Callable[..., Any]
+) -> None:
+    """GLM-4.5's converters write it behind the other layers, with all of its experts in one tensor."""
+    path = tmp_path / "model.gguf"
+    write_family_gguf(path, folders["glm"], "glm4moe", block_count=3, nextn_predict_layers=1)
+    heads = [stored_mtp_head(load_model_spec(each), each, whole=True) for each in (folders["glm"], path)]
+    sizes = [head.num_parameters for head in heads if head is not None]
+    assert len(sizes) == 2
+    assert sizes[0] == sizes[1]
+    runner = runner_loader(path, num_kv_blocks=64)
+    assert (runner.info.drafts, load_model_spec(path).num_layers) == (True, 2)
+    runner.close()

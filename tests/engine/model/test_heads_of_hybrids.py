@@ -225,8 +225,8 @@ def test_experts_of_a_head_that_are_stored_together_are_those_stored_one_by_one(
     assert wrong(reference, drafted) == 0
 
 
-def test_the_head_of_a_gguf_file_drafts_what_the_one_of_the_folder_does(references: References, tmp_path: Path) -> None:
-    """Converters count it as a further layer, and without the setting it is not used."""
+def test_the_head_of_a_gguf_file_is_that_of_the_folder(references: References, tmp_path: Path) -> None:
+    """Converters count it as a further layer."""
     folder, path = references("qwen3.5").folder, tmp_path / "model.gguf"
     layers = {"block_count": 5, "nextn_predict_layers": 1}
     write_family_gguf(path, folder, "qwen35", **layers)
@@ -242,15 +242,20 @@ def test_the_head_of_a_gguf_file_drafts_what_the_one_of_the_folder_does(referenc
         weights.read_into(name, values)
         expected.read_into(other, wanted)
         np.testing.assert_allclose(values, wanted + (1 if "norm" in other else 0), rtol=0, atol=1e-6)
-    with pytest.MonkeyPatch.context() as patch:
-        found = record_drafts(patch)
-        drafts = []
-        patch.setattr(offline_prompts, "load_bundle", lambda _: load_bundle(folder))  # the file has no tokenizer
-        for each in (folder, path):
-            with make(each) as llm:
-                assert llm._core.runner.info.drafts
-                drafts.append((answers(llm), list(found)))
-            del found[:]
+
+
+@pytest.mark.full
+def test_the_head_of_a_gguf_file_drafts_what_the_one_of_the_folder_does(
+    references: References, tmp_path: Path, drafted: Found, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, path, drafts = references("qwen3.5").folder, tmp_path / "model.gguf", []
+    write_family_gguf(path, folder, "qwen35", block_count=5, nextn_predict_layers=1)
+    monkeypatch.setattr(offline_prompts, "load_bundle", lambda _: load_bundle(folder))  # the file has no tokenizer
+    for each in (folder, path):
+        with make(each) as llm:
+            assert llm._core.runner.info.drafts
+            drafts.append((answers(llm), list(drafted)))
+        del drafted[:]
     assert drafts[0] == drafts[1]
 
 
@@ -274,7 +279,7 @@ class Repeats:
 """
 
 
-@pytest.mark.sample("eagle3")
+@pytest.mark.full
 @pytest.mark.parametrize("method", ["eagle3", "countdown"])
 def test_other_methods_leave_answers_of_a_hybrid_as_they_are(
     method: str, references: References, drafted: Found, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

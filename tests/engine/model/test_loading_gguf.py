@@ -276,7 +276,7 @@ def test_a_truncated_file_is_refused(tmp_path: Path, runner_loader: Loader, keep
 
 
 @pytest.mark.parametrize(
-    ("kind", "message"), [("mamba", "mamba"), ("clip", "`clip`"), ("qwen35", "`qwen35` with layers .* recurrent state")]
+    ("kind", "message"), [("mamba", "mamba"), ("clip", "`clip`"), ("jamba", "`jamba` with layers .* recurrent state")]
 )
 def test_an_unknown_architecture_is_refused(kind: str, message: str, tmp_path: Path, runner_loader: Loader) -> None:
     llama_file(tmp_path / "m.gguf", kind=kind)
