@@ -70,6 +70,7 @@ class NativeLayers:
         """Of layers with attention, as tuples of one."""
         self._first_linears = np.array([parts.first_linear for parts in layers], dtype=np.int64)
         self._rotations = [parts.rotation for parts in layers]
+        self._recurrent = [index for index, parts in enumerate(layers) if parts.recurrent is not None]
         self._call = launch.native().pagemill_decoder_layers
 
     def __call__(
@@ -93,21 +94,11 @@ class NativeLayers:
         float32 [tokens], for layers with `query_growth`. `states`: the step's rows for recurrent layers. Other
         arguments: as for `rope.native` and `paged_attention.native`.
         """
-        num_tokens = len(hidden)
-        if hidden.shape[1] != self._hidden_size or hidden.dtype != np.float32 or not hidden.flags.c_contiguous:
-            raise ValueError(
-                f"layers: hidden is {hidden.dtype} {list(hidden.shape)}, contiguous float32 "
-                f"[tokens, {self._hidden_size}] is needed"
-            )
-        shape = (num_tokens, self._first_size)
-        if first_input is None and self._first_size == self._hidden_size:
-            first = None
-        elif first_input is not None and first_input.shape == shape and first_input.dtype == np.float32:
-            first = address(first_input)
-        else:
-            raise ValueError(f"layers: the first attention needs an input of its own, float32 {list(shape)}")
+        first, num_tokens = self._checked(hidden, first_input), len(hidden)
         if len(caches.addresses) != len(self._addresses):
             raise ValueError(f"layers: {len(caches.addresses)} caches for {len(self._addresses)} layers")
+        if self._recurrent and (states is None or any(caches.states[index] is None for index in self._recurrent)):
+            raise ValueError(f"layers: states and the step's rows are needed for the layers {self._recurrent}")
         block = min(num_tokens, MLP_ROWS)
         # Parts that no layer needs stay untouched and hence take no memory.
         scratch = arrays.empty(num_tokens * 3 * self._hidden_size + max(num_tokens * self._heads, block * self._inner))
@@ -137,6 +128,20 @@ class NativeLayers:
         )
         if reduce is not None:
             reduce.check()
+
+    def _checked(self, hidden: Array, first_input: Array | None) -> int | None:
+        """Return the address of the first attention's input. Raises `ValueError` for what the call cannot read."""
+        if hidden.shape[1] != self._hidden_size or hidden.dtype != np.float32 or not hidden.flags.c_contiguous:
+            raise ValueError(
+                f"layers: hidden is {hidden.dtype} {list(hidden.shape)}, contiguous float32 "
+                f"[tokens, {self._hidden_size}] is needed"
+            )
+        shape = (len(hidden), self._first_size)
+        if first_input is None and self._first_size == self._hidden_size:
+            return None
+        if first_input is not None and first_input.shape == shape and first_input.dtype == np.float32:
+            return address(first_input)
+        raise ValueError(f"layers: the first attention needs an input of its own, float32 {list(shape)}")
 
     def _hooks(self, adapters: NativeAdapterRows | None, reduce: NativeReduce | None) -> library.StepHooks | None:
         if adapters is None and reduce is None:
