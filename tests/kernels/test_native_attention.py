@@ -231,3 +231,12 @@ def test_gates_far_below_zero_give_zero(size: int) -> None:
     torch.testing.assert_close(
         activation.silu_and_mul(x.clone()), activation_reference.silu_and_mul(x.clone()), rtol=1e-5, atol=1e-6
     )
+
+
+@pytest.mark.parametrize("by_head", [False, True])
+@pytest.mark.parametrize(("tokens", "heads", "size"), [(1, 8, 256), (300, 3, 24), (3, 2, 13)])
+def test_gates_of_heads_equal_the_formula(tokens: int, heads: int, size: int, by_head: bool) -> None:
+    x, wide = torch.randn(tokens, heads, size), torch.randn(tokens, heads + 2, 1 if by_head else size) * 40
+    gates = wide[:, 2:]
+    expected = activation_reference.gate_heads(x.double(), gates.double()).float()
+    torch.testing.assert_close(activation.gate_heads(x, gates), expected, rtol=4e-6, atol=1e-7)

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from pagemill_kernels.cpu import processor
-from pagemill_kernels.cpu.state_structures import ConvolutionArgs, RecurrenceArgs, StateRows
+from pagemill_kernels.cpu.state_structures import ConvolutionArgs, RecurrenceArgs, RecurrentRows
 
 logger = logging.getLogger(__name__)
 
@@ -448,7 +448,7 @@ _SIGNATURES = {
     ),
     "pagemill_decoder_layers": (
         c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_void_p,
-        c_void_p, c_int32, c_void_p, c_void_p, POINTER(StateRows), POINTER(StepHooks), c_void_p, c_int32,
+        c_void_p, c_int32, c_void_p, c_void_p, POINTER(RecurrentRows), POINTER(StepHooks), c_void_p, c_int32,
     ),
     "pagemill_ranks_bytes": (c_int64, c_int64, c_int64),
     "pagemill_ranks_step": (POINTER(Ranks), c_int64),

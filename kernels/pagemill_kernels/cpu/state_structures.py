@@ -27,7 +27,7 @@ _STATE_ROWS = (
 )
 
 
-class StateRows(ctypes.Structure):
+class RecurrentRows(ctypes.Structure):
     _fields_ = _STATE_ROWS
 
 

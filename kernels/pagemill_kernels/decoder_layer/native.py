@@ -80,6 +80,7 @@ class NativeLayers:
         """Of layers with attention, as tuples of one."""
         self._first_linears = np.array([parts.first_linear for parts in layers], dtype=np.int64)
         self._rotations = [parts.rotation for parts in layers]
+        self._recurrent = [index for index, parts in enumerate(layers) if parts.recurrent is not None]
         self._call = launch.native().pagemill_decoder_layers
 
     def __call__(
@@ -105,21 +106,11 @@ class NativeLayers:
         `layer_inputs`: contiguous float32 [tokens, inputs], for layers with an `input_mlp`. Other arguments: as for
         `rope.native` and `paged_attention.native`.
         """
-        num_tokens = len(hidden)
-        if hidden.shape[1] != self._hidden_size or hidden.dtype != np.float32 or not hidden.flags.c_contiguous:
-            raise ValueError(
-                f"layers: hidden is {hidden.dtype} {list(hidden.shape)}, contiguous float32 "
-                f"[tokens, {self._hidden_size}] is needed"
-            )
-        shape = (num_tokens, self._first_size)
-        if first_input is None and self._first_size == self._hidden_size:
-            first = None
-        elif first_input is not None and first_input.shape == shape and first_input.dtype == np.float32:
-            first = address(first_input)
-        else:
-            raise ValueError(f"layers: the first attention needs an input of its own, float32 {list(shape)}")
+        first, num_tokens = self._checked(hidden, first_input), len(hidden)
         if len(caches.addresses) != len(self._addresses):
             raise ValueError(f"layers: {len(caches.addresses)} caches for {len(self._addresses)} layers")
+        if self._recurrent and (states is None or any(caches.states[index] is None for index in self._recurrent)):
+            raise ValueError(f"layers: states and the step's rows are needed for the layers {self._recurrent}")
         # Parts that no layer needs stay untouched and hence take no memory.
         scratch = arrays.empty(self._scratch_size(num_tokens))
         args = {window: ctypes.addressof(plan.args) for window, plan in plans.items()}
@@ -148,6 +139,20 @@ class NativeLayers:
         )
         if reduce is not None:
             reduce.check()
+
+    def _checked(self, hidden: Array, first_input: Array | None) -> int | None:
+        """Return the address of the first attention's input. Raises `ValueError` for what the call cannot read."""
+        if hidden.shape[1] != self._hidden_size or hidden.dtype != np.float32 or not hidden.flags.c_contiguous:
+            raise ValueError(
+                f"layers: hidden is {hidden.dtype} {list(hidden.shape)}, contiguous float32 "
+                f"[tokens, {self._hidden_size}] is needed"
+            )
+        shape = (len(hidden), self._first_size)
+        if first_input is None and self._first_size == self._hidden_size:
+            return None
+        if first_input is not None and first_input.shape == shape and first_input.dtype == np.float32:
+            return address(first_input)
+        raise ValueError(f"layers: the first attention needs an input of its own, float32 {list(shape)}")
 
     def _scratch_size(self, num_tokens: int) -> int:
         """Return what layer.cpp needs, in floats."""

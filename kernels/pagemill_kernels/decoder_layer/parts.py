@@ -123,7 +123,7 @@ class RecurrentParts(NamedTuple):
     rates: NativeLinear | None = None
     """Rows: the rates of all value heads, then their steps; None: a state space's, whose steps are in `inputs`."""
     steps: tuple[NativeLinear, NativeLinear] | None = None
-    """Two products behind one another, whose result decays each channel of keys; `rates` then has no steps."""
+    """Two products behind one another: decays of each channel of keys by itself. `rates` then has no steps."""
     gates: tuple[NativeLinear, NativeLinear] | None = None
     """With `steps`, likewise: what the gates are the sigmoids of."""
     tap_bias: Array | None = None

@@ -9,7 +9,7 @@ import numpy as np
 from pagemill_kernels import arrays
 from pagemill_kernels.arrays import Array, address, optional_address
 from pagemill_kernels.cpu import launch
-from pagemill_kernels.cpu.state_structures import ConvolutionArgs, RecurrenceArgs, StateRows
+from pagemill_kernels.cpu.state_structures import ConvolutionArgs, RecurrenceArgs, RecurrentRows
 from pagemill_kernels.recurrent.batch import StateBatch
 
 
@@ -34,10 +34,10 @@ class NativeStates:
         self._addresses = {name: address(array) for name, array in self._arrays.items()}
 
     @property
-    def step_rows(self) -> StateRows:
+    def step_rows(self) -> RecurrentRows:
         """Return the rows for the call of all layers, which adds what a layer has of its own."""
         own = {"num_requests": self.num_requests, "block_size": self.block_size, "num_threads": launch.num_threads()}
-        return StateRows(**self._addresses, **own)
+        return RecurrentRows(**self._addresses, **own)
 
     def arguments(self, x: Array, slots: Array) -> Mapping[str, int]:
         """Return the arguments of a layer whose states, or windows, are `slots`."""

@@ -16,7 +16,7 @@ from pagemill_engine.decoders.native.decoder import NativeDecoder
 from pagemill_engine.executing.torch_model import TorchModel
 from pagemill_kernels.cpu import launch, library
 from pagemill_kernels.decoder_layer.native import CacheAddresses, NativeLayers
-from pagemill_kernels.decoder_layer.parts import LayerParts, MLPParts, NormParts
+from pagemill_kernels.decoder_layer.parts import LayerParts, MLPParts, NormParts, RecurrentParts, StatePlaces
 from pagemill_kernels.linear import native
 from pagemill_models.declaration.declaration import AttentionSpec, DecoderSpec, LayerSpec, MLPSpec, MoESpec
 
@@ -261,3 +261,13 @@ def test_an_attention_that_reads_other_values_needs_them(given: Any) -> None:
     wide = parts()._replace(qkv=linear(64, 48))
     with pytest.raises(ValueError, match=r"an input of its own, float32 \[2, 48\]"):
         NativeLayers([wide])(hidden, {}, [], CacheAddresses.of([NOTHING]), {}, first_input=given)
+
+
+def test_layers_that_keep_states_need_the_rows_of_the_step() -> None:
+    recurrent = RecurrentParts(
+        linear(96, 32), linear(32, 32), np.ones((3, 32), np.float32), StatePlaces(mixed=0, gates=32, steps=64)
+    )
+    with pytest.raises(ValueError, match=r"the step's rows are needed for the layers \[1\]"):
+        NativeLayers([parts(), LayerParts(recurrent=recurrent)])(
+            np.zeros((2, 32), np.float32), {}, [], CacheAddresses.of([NOTHING, None]), {}
+        )

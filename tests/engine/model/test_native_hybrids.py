@@ -172,6 +172,11 @@ def with_relu(mlp: MoEParts) -> MoEParts:
     return mlp._replace(experts=NativeExperts(*mlp.experts._kept, Gate("relu", None, False)))
 
 
+def with_negative_bias(mlp: MoEParts) -> MoEParts:
+    assert mlp.choice_bias is not None
+    return mlp._replace(choice_bias=-mlp.choice_bias)
+
+
 def key_taps_first(mixer: Any) -> Any:
     of_keys = mixer.num_keys * mixer.key_dim
     queries, keys, values = np.split(mixer.taps, [of_keys, 2 * of_keys], axis=1)
@@ -182,7 +187,7 @@ PARTS: dict[str, tuple[str, Callable[[list[LayerParts]], list[LayerParts]]]] = {
     "gates of another layer": ("lfm3", exchanged_gates),
     "attention without its gates": ("qwen3.5-moe", lambda layers: [each._replace(gated=False) for each in layers]),
     "another activation of experts": ("nemotron-h", of_experts(with_relu)),
-    "another bias of choices": ("lfm2-moe", of_experts(lambda mlp: mlp._replace(choice_bias=-mlp.choice_bias))),
+    "another bias of choices": ("lfm2-moe", of_experts(with_negative_bias)),
     "rates up to one": ("olmo-hybrid", of_mixer(lambda mixer: mixer._replace(rate_scale=1.0))),
     "kernels of queries and keys exchanged": ("qwen3.5-moe", of_mixer(key_taps_first)),
     "norms with another epsilon": ("qwen3.5", of_mixer(lambda mixer: mixer._replace(eps=0.1))),
