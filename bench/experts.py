@@ -22,8 +22,8 @@ from report import emit
 from safetensors.torch import save_file
 
 from pagemill_engine.config import EngineConfig
+from pagemill_engine.decoders.native.layers import can_fuse
 from pagemill_engine.loop.core import EngineCore
-from pagemill_engine.sizing import compute
 from pagemill_engine.starting.factory import create_runner
 from pagemill_models.spec.decoders import decoder_from_config
 from pagemill_models.spec.model_files import load_model_spec
@@ -85,8 +85,8 @@ class Decodes:
 
     def __init__(self, folder: Path, num_threads: int, settings: dict[str, Any], *, by_torch: bool = False) -> None:
         config = EngineConfig(model=str(folder), num_kv_blocks=128, num_threads=num_threads, **settings)
-        fuses = compute.can_fuse
-        with patch.object(compute, "can_fuse", lambda decoder: not by_torch and fuses(decoder)):
+        fuses = "pagemill_engine.sizing.compute.can_fuse"
+        with patch(fuses, lambda decoder: not by_torch and can_fuse(decoder)):
             self._runner = create_runner(config, lambda phase, detail: None)
         self._config, self.compute = config, self._runner.info.compute
         self.weight_bytes = self._runner.info.weight_bytes
