@@ -150,7 +150,8 @@ def test_a_fault_in_a_native_encoder_changes_its_vectors(fault: str, tmp_path: P
     model = write_encoder(*ENCODERS["bert"], tmp_path)
     write_modules(tmp_path, "mean")
     core = core_of(tmp_path)
-    decoder = core.runner.model._decoder
+    runner: Any = core.runner
+    decoder = runner.model._decoder
     for _, layers in decoder._runs:
         for weights in layers._kept[1]:
             if fault == "only back":
