@@ -77,7 +77,7 @@ class Engine:
         self.load_s = time.perf_counter() - begin_s
         if device.on_gpu:
             profile_memory(runner, config, spec, sizes, state, CudaMeter())
-            capture_graphs(runner, config)
+            capture_graphs(runner, config, spec)
         device.synchronize()
         self.compile_s = time.perf_counter() - begin_s - self.load_s
         self.num_kv_tokens = runner.info.num_blocks * config.block_size

@@ -37,8 +37,9 @@ def snippets(language: str) -> list[str]:
 
 
 def test_the_deployment_of_the_page_is_planned() -> None:
-    one, of_pods = (make_plan(LLMDeployment.model_validate(yaml.safe_load(each))) for each in snippets("yaml"))
-    assert (one.problems, one.ignored, of_pods.problems) == ((), (), ())
+    one, on_gpus, of_pods = (make_plan(LLMDeployment.model_validate(yaml.safe_load(each))) for each in snippets("yaml"))
+    assert (one.problems, one.ignored, on_gpus.problems, of_pods.problems) == ((), (), (), ())
+    assert on_gpus.gpus_per_replica == 2
     assert one.groups[0].process.settings["engine"]["tensor_parallel_size"] == 2
     assert [each.field for each in of_pods.ignored] == ["spec.engine.podsPerReplica"]  # on one machine
 
@@ -65,7 +66,7 @@ def test_what_cannot_be_divided_is_refused_at_the_command_line(
 
 
 def test_fewer_gpus_than_parts_are_named_before_anything_starts(write: Write) -> None:
-    (one, _) = snippets("yaml")
+    one = snippets("yaml")[0]
     document = yaml.safe_load(one)
     document["spec"]["resources"] = {"gpus": 1}
     document["spec"]["engine"]["pipelineParallel"] = 2

@@ -29,7 +29,7 @@ _ENDED_SECONDS = 1.0
 _LONGEST_SLEEP_S = 0.001
 
 
-class Signals(Protocol):
+class ExchangeSignals(Protocol):
     """What a rank says beside values, and what it hears of others."""
 
     def come(self) -> None:
@@ -61,7 +61,7 @@ class OneShotSums:
 
 
 class DistributedGroup:
-    def __init__(self, group: Any, signals: Signals, *, on_host: bool, sums: OneShotSums | None = None) -> None:
+    def __init__(self, group: Any, signals: ExchangeSignals, *, on_host: bool, sums: OneShotSums | None = None) -> None:
         """Wrap a process group. `group`: one with torch's interface of backends, such as `ProcessGroupGloo`.
         `on_host`: whether its exchanges are done by the host, and not queued for a device."""
         self.rank, self.size = group.rank(), group.size()
@@ -105,7 +105,7 @@ class DistributedGroup:
         self.broadcast(buffer, sender)
 
     def abort(self, reason: str) -> None:
-        """Do nothing: the rank's `Signals` end the group."""
+        """Do nothing: the rank's `ExchangeSignals` end the group."""
 
     def _gathered(self, buffer: Tensor) -> list[Tensor]:
         given = torch.empty(self.size, *buffer.shape, dtype=buffer.dtype, device=buffer.device)
@@ -186,7 +186,7 @@ class Meeting:
 
         wait_for(lambda: self._store.check(names), looked)
 
-    def group(self, ranks: Sequence[int], signals: Signals, one_shot_on: torch.device | None = None) -> Any:
+    def group(self, ranks: Sequence[int], signals: ExchangeSignals, one_shot_on: torch.device | None = None) -> Any:
         """Return this rank's end of a group of some ranks; None if it is not one of them. `one_shot_on`: the device
         of this rank, if those of all of them may read each other's memory."""
         own = dist.get_rank()

@@ -187,7 +187,7 @@ def test_an_error_for_a_device_without_memory_for_cuda_graphs_names_the_setting(
     with pytest.raises(
         LoadError, match=r"up to 2 requests and 512 tokens .* Lower maxNumSeqs \(now 2\) or kvCacheMemory"
     ) as caught:
-        compiling.capture_graphs(runner, EngineConfig(model="test", max_num_seqs=2))
+        compiling.capture_graphs(runner, EngineConfig(model="test", max_num_seqs=2), runner.model.spec)
     assert caught.value.reason == "GraphsTooLarge"
 
 
