@@ -91,10 +91,10 @@ def lost(engine: Engine, disturb: Callable[[], object] = lambda: None) -> tuple[
     return str(raised.value), time.monotonic() - began
 
 
-def test_devices_give_the_tokens_of_one_and_name_the_rank_that_ends(
+def test_devices_give_the_tokens_of_a_cpu_and_name_the_rank_that_ends(
     llama_folder: Path, devices: Load, runner_loader: Any
 ) -> None:
-    single = runner_loader(llama_folder, **DEVICES)
+    single = runner_loader(llama_folder, **SETTINGS)
     expected = Engine(single).run(prompts_of(1)[:2], FEW)
     single.close()
     runner: Any = devices(llama_folder)

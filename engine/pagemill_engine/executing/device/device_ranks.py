@@ -123,7 +123,7 @@ class DeviceSignals:
             if (found.step, found.cut) >= (own.step, own.cut):
                 self._behind.pop(rank, None)
                 continue
-            before, waited_s = self._behind.get(rank, (found, 0.0))
+            before, waited_s = self._behind.get(rank, (None, 0.0))
             waited_s = waited_s + passed_s if before == found else 0.0
             self._behind[rank] = found, waited_s
             if waited_s >= self._stuck_seconds:
