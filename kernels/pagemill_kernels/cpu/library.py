@@ -229,7 +229,7 @@ class LayerWeights(ctypes.Structure):
         ("factor", c_float),
         ("key_source", c_int32),
         ("ahead", c_int32),
-        ("mixer_linears", c_int32),
+        ("first_mlp", c_int32),
     )
 
 

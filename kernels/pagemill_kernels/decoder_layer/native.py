@@ -195,7 +195,7 @@ class _Weights:
             self._set_input_mlp(parts.input_mlp)
 
     def _set_qkv(self, qkv: NativeLinear, parts: LayerParts) -> None:
-        self.layer.qkv, self.layer.qkv_bias, self.layer.mixer_linears = qkv.address, qkv.bias_address, 2
+        self.layer.qkv, self.layer.qkv_bias, self.layer.first_mlp = qkv.address, qkv.bias_address, 2
         repeated = parts.num_kv_heads * parts.head_dim if parts.key_source == "keys" else 0
         self.heads_size = qkv.out_features + repeated + parts.output.in_features
 
@@ -219,7 +219,7 @@ class _Weights:
             key_dim=latent.keys[0].in_features,
             value_dim=latent.values[0].out_features,
         )
-        self.layer.latent, self.layer.mixer_linears = ctypes.addressof(self._latent), 4 + (down is not None)
+        self.layer.latent, self.layer.first_mlp = ctypes.addressof(self._latent), 4 + (down is not None)
         compressed = 0 if down is None else down.out_features
         self.heads_size = latent.query.out_features + latent.down.out_features + compressed + output.in_features
 

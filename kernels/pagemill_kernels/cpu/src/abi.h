@@ -373,7 +373,7 @@ struct LayerWeights {
   float factor;          // of the residual stream behind the layer
   int32_t key_source;    // KeySource
   int32_t ahead;         // tokens attend as far ahead as back
-  int32_t mixer_linears;  // linear layers before those of the MLP
+  int32_t first_mlp;     // number of the first linear layer behind the attention, from the layer's first one on
 };
 
 }  // namespace pagemill

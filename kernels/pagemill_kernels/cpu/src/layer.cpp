@@ -180,7 +180,7 @@ struct Layer {
   }
 
   void attention_product(const float* attended, int64_t tokens, float* result, float* hidden) const {
-    product(w.mixer_linears - 1, w.output, w.output_bias, w.attention_output_norm, attended, tokens, 0, kAttention,
+    product(w.first_mlp - 1, w.output, w.output_bias, w.attention_output_norm, attended, tokens, 0, kAttention,
             joins(), result, hidden);
   }
 
@@ -225,21 +225,21 @@ struct Layer {
     const int64_t inner = w.down->in_features, width = w.up->out_features;
     float* activated = scratch + std::min(tokens, kMlpRows) * width;
     pagemill_linear(w.up, x, tokens, size, w.up_bias, scratch, width, 0, threads);
-    adapt(w.mixer_linears + kUp, x, size, tokens, first_row, scratch, width);
+    adapt(w.first_mlp + kUp, x, size, tokens, first_row, scratch, width);
     pagemill_activate(scratch, tokens, inner, w.activation, w.gated, w.limit, activated, threads);
     return activated;
   }
 
   void mlp(const float* x, int64_t tokens, int64_t first_row, float* scratch, float* result, float* hidden) const {
     const float* activated = inner_values(x, tokens, first_row, scratch);
-    product(w.mixer_linears + kDown, w.down, w.down_bias, w.mlp_output_norm, activated, tokens, first_row, kMlp, joins(),
+    product(w.first_mlp + kDown, w.down, w.down_bias, w.mlp_output_norm, activated, tokens, first_row, kMlp, joins(),
             result, hidden);
   }
 
   void experts(const float* x, int64_t tokens, float* scratch, float* result, float* hidden) const {
     float* out = adds(w.mlp_output_norm) ? hidden : result;
     if (out != hidden && !joins()) std::fill_n(out, tokens * size, 0.0f);
-    add_experts(x, tokens, w.mixer_linears, scratch, out);
+    add_experts(x, tokens, w.first_mlp, scratch, out);
     if (joins()) return;
     if (reduces()) reduce(result, tokens * size, kMlp);
     if (out != hidden) add(w.mlp_output_norm, result, tokens, hidden);
@@ -281,11 +281,11 @@ struct Layer {
       const float* x = input(w.mlp_norm, hidden + start * size, rows, normed);
       const float* activated = inner_values(x, rows, start, scratch);
       pagemill_linear(w.down, activated, rows, inner, w.down_bias, result + start * size, size, 0, threads);
-      adapt(w.mixer_linears + kDown, activated, inner, rows, start, result + start * size, size);
+      adapt(w.first_mlp + kDown, activated, inner, rows, start, result + start * size, size);
       start = end;
     }
     std::fill_n(other, tokens * size, 0.0f);
-    add_experts(hidden, tokens, w.mixer_linears + 2, scratch, other);
+    add_experts(hidden, tokens, w.first_mlp + 2, scratch, other);
     if (reduces()) reduce(result, tokens * size, kMlp);
     if (reduces()) reduce(other, tokens * size, kExpertsBeside);
     const auto behind = [&](const NormWeights& norm, float* rows) {
@@ -343,7 +343,7 @@ struct Layer {
   // Returns the number of the first linear layer behind MLP and experts.
   int64_t behind_mlp() const {
     const int64_t of_mlp = w.up ? 2 : 0, of_shared = w.shared ? 2 + (w.shared->gate != nullptr) : 0;
-    return w.mixer_linears + of_mlp + (w.experts ? 1 + 2 * w.experts->num_experts + of_shared : 0);
+    return w.first_mlp + of_mlp + (w.experts ? 1 + 2 * w.experts->num_experts + of_shared : 0);
   }
 
   // Returns the input of a block: normalised into `out`, or hidden itself.
