@@ -68,7 +68,10 @@ def _collapse(pages: mmap.mmap) -> None:
     memory = np.frombuffer(pages, np.uint8)  # keeps the memory from being freed meanwhile
     advise = ctypes.CDLL(None, use_errno=True).madvise
     advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    for start in range(0, len(memory), PIECE_BYTES):
-        piece = memory[start : start + PIECE_BYTES]
+    # A piece without a whole huge page is refused as if the system had none, so the last one may be longer.
+    for start in range(0, len(memory) - LEAST_BYTES + 1, PIECE_BYTES):
+        piece = (
+            memory[start:] if len(memory) - start < PIECE_BYTES + LEAST_BYTES else memory[start : start + PIECE_BYTES]
+        )
         if advise(address(piece), len(piece), MADV_COLLAPSE) and ctypes.get_errno() not in _TRANSIENT:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pagemill_kernels import huge_pages
-from pagemill_kernels.huge_pages import LEAST_BYTES, collapse_when_idle, empty_weights
+from pagemill_kernels.huge_pages import LEAST_BYTES, PIECE_BYTES, collapse_when_idle, empty_weights
 
 ROWS, COLUMNS = 1024, LEAST_BYTES // 1024
 
@@ -58,3 +58,17 @@ def test_without_huge_pages_memory_is_unchanged(monkeypatch: pytest.MonkeyPatch)
     weights[:] = 7
     collapse_when_idle().join()
     assert (weights == 7).all()
+
+
+def test_a_last_piece_without_a_whole_huge_page_does_not_end_the_move(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG", "pagemill_kernels.huge_pages")
+    kept = [empty_weights(PIECE_BYTES, np.uint8)]
+    kept[0][:] = 1
+    collapse_when_idle().join()
+    if caplog.text:
+        pytest.skip("the system moves nothing to huge pages")
+    for more in (1000, LEAST_BYTES - 1):
+        kept.append(empty_weights(PIECE_BYTES + more, np.uint8))
+        kept[-1][:] = 1
+    collapse_when_idle().join()
+    assert not caplog.text
