@@ -1,0 +1,151 @@
+"""Compares answers of GGUF files with llama.cpp's: tiny random models, whose files the tests write as converters do.
+
+Nobody else reads the files of those tests, so both sides could share a mistake about a layout; llama.cpp does not. Its
+library comes as a wheel (`xllamacpp`), in an environment of its own. A row says how many greedy tokens of each prompt
+are equal, or why llama.cpp refuses the file: some shapes of the tests it does not know. Exits with 1 if answers differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from peers.install import environment, install, interpreter
+from report import ROOT, emit, progress
+
+sys.path.insert(0, str(ROOT / "tests" / "shared"))
+
+import gguf
+from family_gguf import write_family_gguf
+from family_models import write_model
+from gguf_files import FILES, HYBRID_FILES, PROMPTS
+from hybrid_models import write_hybrid
+
+from pagemill_engine.config import EngineConfig
+from pagemill_engine.loop.core import EngineCore
+from pagemill_engine.starting.factory import create_runner
+from pagemill_protocol.request.generate import GenerateRequest
+from pagemill_protocol.request.sampling import SamplingParams
+
+ENVIRONMENT, PACKAGES = "xllamacpp", ("xllamacpp==2026.10.11549",)
+NUM_TOKENS, TIMEOUT_S = 12, 60.0
+SQUARE = {
+    f"{name}, values as wide as keys": (architecture, (model, {**values, "linear_value_head_dim": 12}))
+    for name in ("qwen35", "qwen35moe", "qwen3next")
+    for architecture, (model, values) in [HYBRID_FILES[name]]
+}
+"""llama.cpp knows no other heads of these families; the tests have others."""
+PROGRAM = f"""
+import json, sys
+import xllamacpp
+params = xllamacpp.CommonParams()
+params.model.path, params.n_ctx, params.n_parallel, params.warmup, params.n_gpu_layers = sys.argv[1], 512, 1, False, 0
+params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+server = xllamacpp.Server(params)
+for prompt in json.loads(sys.argv[2]):
+    asked = dict(prompt=prompt, n_predict={NUM_TOKENS}, temperature=0, ignore_eos=True, cache_prompt=False, n_probs=2)
+    answer = server.handle_completions(asked)
+    print("ANSWER", json.dumps([each["id"] for each in answer["choices"][0]["logprobs"]["content"]]), flush=True)
+"""
+
+
+class LlamaRefuses(Exception):
+    pass
+
+
+def llamas(file: Path) -> list[list[int]]:
+    """Return llama.cpp's tokens. Raises `LlamaRefuses` with its error for a file that it does not read."""
+    argv = [interpreter(ENVIRONMENT), "-c", PROGRAM, str(file), json.dumps(PROMPTS)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=TIMEOUT_S)
+    lines = (done.stdout + done.stderr).splitlines()
+    answers = [json.loads(line.split(" ", 1)[1]) for line in lines if line.startswith("ANSWER")]
+    if len(answers) < len(PROMPTS):
+        raise LlamaRefuses(next((line for line in lines if "error" in line or "ASSERT" in line), lines[-1])[-160:])
+    return answers
+
+
+def ours(file: Path) -> list[list[int]]:
+    config = EngineConfig(model=str(file), num_kv_blocks=256, max_model_len=256, dtype="float32")
+    core = EngineCore(config, create_runner(config, lambda phase, detail: None))
+    sampling = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    answers: dict[str, list[int]] = {str(number): [] for number in range(len(PROMPTS))}
+    for name, prompt in zip(answers, PROMPTS, strict=True):
+        core.add(GenerateRequest(request_id=name, model="m", prompt_token_ids=prompt, sampling=sampling))
+    while core.has_work:
+        for output in core.step().outputs:
+            answers[output.request_id] += output.token_ids
+    core.runner.close()
+    return [*answers.values()]
+
+
+def with_vocabulary(source: Path, target: Path) -> None:
+    """Write the file again with tokens, which llama.cpp needs, and the tests do not."""
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
+    for field in reader.fields.values():
+        if not field.name.startswith(("GGUF.", "general.architecture", "tokenizer.")):
+            element = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(field.name, field.contents(), field.types[0], sub_type=element)
+    count = next(each.shape[1] for each in reader.tensors if each.name == "token_embd.weight")
+    tokens = [chr(at) if 33 <= at < 127 else {10: "Ċ", 32: "Ġ"}.get(at, f"<{at}>") for at in range(count)]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([gguf.TokenType.NORMAL] * count)
+    writer.add_token_merges(["! !"])
+    writer.add_add_bos_token(False)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def compare(name: str, architecture: str, model: tuple[str, dict[str, Any]], folder: Path) -> tuple[str, str]:
+    """Return how many tokens are equal by prompt, or why nothing was compared."""
+    (write_hybrid if name in HYBRID_FILES | SQUARE else write_model)(*model, folder)
+    write_family_gguf(folder / "model.gguf", folder, architecture)
+    with_vocabulary(folder / "model.gguf", folder / "with-tokens.gguf")
+    try:
+        expected = llamas(folder / "with-tokens.gguf")
+    except LlamaRefuses as failure:
+        return "", str(failure)
+    pairs = zip(ours(folder / "model.gguf"), expected, strict=True)
+    equal = [next((at for at in range(NUM_TOKENS) if one[at] != two[at]), NUM_TOKENS) for one, two in pairs]
+    return " ".join(map(str, equal)), ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="files by name; default: all that the tests write")
+    parser.add_argument("--uv", type=Path, default=ROOT / ".uv" / "bin" / "uv")
+    args = parser.parse_args()
+    install(args.uv, ENVIRONMENT, PACKAGES)
+    assert environment(ENVIRONMENT).exists()
+    cases = FILES | HYBRID_FILES | SQUARE
+    rows = []
+    for name in args.names or cases:
+        with tempfile.TemporaryDirectory() as folder:
+            equal, cause = compare(name, *cases[name], Path(folder))
+        progress(f"{name}: {equal or cause}")
+        rows.append([name, cases[name][0], equal, cause])
+    whole = " ".join([str(NUM_TOKENS)] * len(PROMPTS))
+    different = [row[0] for row in rows if row[2] not in ("", whole)]
+    emit(
+        "gguf_beside_llama",
+        ["file", "architecture", f"equal of {NUM_TOKENS}", "refused"],
+        rows,
+        {"different": different},
+    )
+    if different:
+        raise SystemExit(f"other answers than llama.cpp's: {', '.join(different)}")
+
+
+if __name__ == "__main__":
+    main()
