@@ -34,8 +34,9 @@ from pagemill_protocol.request.sampling import SamplingParams
 
 ENVIRONMENT, PACKAGES = "xllamacpp", ("xllamacpp==2026.10.11549",)
 NUM_TOKENS, TIMEOUT_S = 12, 60.0
+WIDTHS = {"linear_key_head_dim": 12, "linear_value_head_dim": 12}
 SQUARE = {
-    f"{name}, values as wide as keys": (architecture, (model, {**values, "linear_value_head_dim": 12}))
+    f"{name}, values as wide as keys": (architecture, (model, {**values, **WIDTHS}))
     for name in ("qwen35", "qwen35moe", "qwen3next")
     for architecture, (model, values) in [HYBRID_FILES[name]]
 }
@@ -46,6 +47,7 @@ import xllamacpp
 params = xllamacpp.CommonParams()
 params.model.path, params.n_ctx, params.n_parallel, params.warmup, params.n_gpu_layers = sys.argv[1], 512, 1, False, 0
 params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
 server = xllamacpp.Server(params)
 for prompt in json.loads(sys.argv[2]):
     asked = dict(prompt=prompt, n_predict={NUM_TOKENS}, temperature=0, ignore_eos=True, cache_prompt=False, n_probs=2)

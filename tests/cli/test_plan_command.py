@@ -22,6 +22,7 @@ from pagemill.main import app
 from pagemill.planning.accelerators import ACCELERATORS, find_accelerator
 from pagemill.planning.errors import PlanError
 from pagemill.planning.forecast import PlannedWorkload, forecast
+from pagemill.planning.placement import SEVERAL_DEVICES
 from pagemill.planning.replica import COMPUTE_SHARE, MEMORY_SHARE, STEP_OVERHEAD_MS, PlannedReplica, step_time
 from pagemill.planning.simulated_latencies import simulate_latencies
 from pagemill_engine.config import EngineConfig
@@ -255,7 +256,7 @@ def test_a_plan_shows_what_each_of_several_processes_holds(
     assert ("19 layers: rank" in text) == (stages == 2)
     on_devices = json.loads(plan(file, "--accelerator", "l4", "-o", "json", rps=1).stdout)
     assert on_devices["replica"]["gpus"] == len(on_devices["replica"]["ranks"]) == tensor * stages
-    assert on_devices["replica"]["note"] == "a forecast: an engine of this version uses one GPU"
+    assert on_devices["replica"]["note"] == SEVERAL_DEVICES
     assert on_devices["stepTime"].get("stages", 1) == stages
 
 

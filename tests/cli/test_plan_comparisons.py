@@ -19,6 +19,7 @@ from examples import num_examples
 from pagemill.main import app
 from pagemill.planning.accelerators import ACCELERATORS, find_accelerator
 from pagemill.planning.forecast import PlannedWorkload, forecast, of_users
+from pagemill.planning.placement import SEVERAL_DEVICES
 from pagemill.planning.replica import PlannedReplica
 from pagemill.planning.users import MEAN, Cycles, Users
 from pagemill_kernels.gpu.launch import FP8_CAPABILITY, OLDEST_CAPABILITY
@@ -97,7 +98,7 @@ def test_models_are_compared_on_one_device_and_those_that_do_not_fit_are_reporte
     assert large["replica"]["gpus"] == 2
     table = plan("--model", seven, "--model", fourteen, "--accelerator", "l4")
     assert table.exit_code == 0
-    assert f"{fourteen} on l4: a forecast: an engine of this version uses one GPU; tensorParallel 2 is" in table.stdout
+    assert f"{fourteen} on l4: {SEVERAL_DEVICES}; tensorParallel 2 is" in table.stdout
     assert "l4 cannot serve this; the engine would refuse it: ModelTooLarge: " in table.stdout
 
 

@@ -66,7 +66,7 @@ class PlanAnswer(NamedTuple):
 
     @property
     def is_served(self) -> bool:
-        """Whether engines of this version run so: on one device, for which there are kernels, or on CPUs."""
+        """Whether engines of this version are known to run so: on one device with kernels for it, or on CPUs."""
         return self.note is None
 
 

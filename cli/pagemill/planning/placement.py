@@ -22,7 +22,7 @@ from pagemill_engine.weights.errors import LoadError
 from pagemill_models.spec.model_spec import ModelSpec
 
 OTHER_MAKER = "for comparison of data sheets only: the engine's kernels need NVIDIA's devices, so no pod can run on it"
-SEVERAL_DEVICES = "a forecast: an engine of this version uses one GPU"
+SEVERAL_DEVICES = "unproven: an engine has a process for each GPU, but none has run on several yet"
 _FEWER_BITS = ("int8", "int4")
 _MEMORY_REASONS = ("ModelTooLarge", "StepTooLarge", "KVCacheTooLarge", "KVCacheTooSmall")
 
@@ -59,7 +59,7 @@ def check_groups(spec: ModelSpec, tensor_parallel: int) -> None:
 
 
 def note_of(accelerator: Accelerator, num_ranks: int) -> str | None:
-    """Return why no pod can run so; `None` if one can."""
+    """Return why no pod can run so, or none has; `None` if pods do."""
     if accelerator.capability is None:
         return OTHER_MAKER
     return SEVERAL_DEVICES if num_ranks > 1 else None
