@@ -1,6 +1,6 @@
 """Compares answers of GGUF files with llama.cpp's: tiny random models, whose files the tests write as converters do.
 
-Nobody else reads the files of those tests, so both sides could share a mistake about a layout; llama.cpp does not. Its
+Tests that write and read a layout could share a mistake about it; llama.cpp does not. Its
 library comes as a wheel (`xllamacpp`), in an environment of its own. A row says how many greedy tokens of each prompt
 are equal, or why llama.cpp refuses the file: some shapes of the tests it does not know. Exits with 1 if answers differ.
 """

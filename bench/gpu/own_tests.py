@@ -24,6 +24,7 @@ PLUGINS = ("pytest", "hypothesis", "pytest_asyncio", "pytest_timeout")
 ENGINE_LIBRARIES = ("msgspec", "psutil", "transformers", "pydantic", "zmq")
 UNIT = "tests passed"
 KERNEL_FILES = {
+    "tests/kernels/test_distributed_ranks.py": "gpu or nccl",
     "tests/kernels/test_triton_adapters.py": "",
     "tests/kernels/test_expert_kernels.py": "",
     "tests/kernels/test_triton_attention.py": "",

@@ -22,7 +22,6 @@ from pagemill.main import app
 from pagemill.planning.accelerators import ACCELERATORS, find_accelerator
 from pagemill.planning.errors import PlanError
 from pagemill.planning.forecast import PlannedWorkload, forecast
-from pagemill.planning.placement import SEVERAL_DEVICES
 from pagemill.planning.replica import COMPUTE_SHARE, MEMORY_SHARE, STEP_OVERHEAD_MS, PlannedReplica, step_time
 from pagemill.planning.simulated_latencies import simulate_latencies
 from pagemill_engine.config import EngineConfig
@@ -244,8 +243,7 @@ def test_a_plan_shows_what_each_of_several_processes_holds(
     spec = simulated("chat", engine={"maxModelLen": 2048, "dtype": "float32", "extraArgs": [], **parallel})
     spec["spec"] |= {"model": {"source": SMOLLM2}, "resources": {"cpu": 4, "memory": "3Gi"}}
     file = write("chat.yaml", spec)
-    replica = json.loads(plan(file, "--fit", fit, "-o", "json", rps=1).stdout)["replica"]
-    ranks = replica["ranks"]
+    ranks = (replica := json.loads(plan(file, "--fit", fit, "-o", "json", rps=1).stdout)["replica"])["ranks"]
     assert sum(each["weightBytes"] for each in ranks) == replica["weightBytes"]
     assert sum(each["kvBytesPerToken"] for each in ranks) == replica["kvBytesPerToken"] == 46_080
     of_stages = {1: [30], 2: [11, 19]}[stages]  # the last stage, whose ranks are first, has the head, too
@@ -256,7 +254,7 @@ def test_a_plan_shows_what_each_of_several_processes_holds(
     assert ("19 layers: rank" in text) == (stages == 2)
     on_devices = json.loads(plan(file, "--accelerator", "l4", "-o", "json", rps=1).stdout)
     assert on_devices["replica"]["gpus"] == len(on_devices["replica"]["ranks"]) == tensor * stages
-    assert on_devices["replica"]["note"] == SEVERAL_DEVICES
+    assert on_devices["replica"]["note"].startswith("unproven: ")
     assert on_devices["stepTime"].get("stages", 1) == stages
 
 

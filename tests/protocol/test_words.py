@@ -55,8 +55,10 @@ def backend(pre_tokenizer: Json, **fields: Any) -> tuple[Backend, Json]:
     return Backend.from_str(json.dumps(parsed)), parsed
 
 
+OF_THE_LIBRARY = {"kimi-k2"}
+"""Their patterns have intersections of classes, which Python's `re` lacks."""
 KINDS = {
-    **{json.dumps(each.to_json()): name for name, each in PRE_TOKENIZERS.items()},
+    **{json.dumps(each.to_json()): name for name, each in PRE_TOKENIZERS.items() if name not in OF_THE_LIBRARY},
     json.dumps({**BYTES, "use_regex": True}): "GPT-2 as one step",
     json.dumps(
         {
@@ -71,7 +73,7 @@ KINDS = {
 def known(request: pytest.FixtureRequest) -> tuple[Backend, WordEncoder]:
     made, parsed = backend(json.loads(request.param))
     encoder = WordEncoder.of(made, parsed)
-    assert encoder is not None, "every pre-tokenizer of the project is of this kind"
+    assert encoder is not None, "every other pre-tokenizer of the project is of this kind"
     return made, encoder
 
 

@@ -1,7 +1,5 @@
-"""The GPU's runner, on a device or in Triton's interpreter: both loops, CUDA graphs of decodes, and failures.
-
-Nothing is read from the device between steps.
-"""
+"""The GPU's runner, on a device or in Triton's interpreter: both loops, CUDA graphs of decodes, and failures;
+nothing is read from the device between steps."""
 
 from __future__ import annotations
 

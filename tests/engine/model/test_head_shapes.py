@@ -169,7 +169,7 @@ def test_heads_that_one_kind_of_kernel_lacks_are_computed_by_another(
 ) -> None:
     """The layers that need torch, or that no GPU kernel supports, decide for all, wherever they are."""
     config = json.loads((folder / "config.json").read_text())
-    config["of_global_layers"] = {**GLOBAL, "head_dim": 520}
+    config["of_global_layers"] = {**GLOBAL, "head_dim": 584}
     (tmp_path / "config.json").write_text(json.dumps(config))
     reference = transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(vocab_size=VOCAB_SIZE, **LOCAL))
     other = deepcopy(reference.config)
@@ -177,6 +177,6 @@ def test_heads_that_one_kind_of_kernel_lacks_are_computed_by_another(
     reference.model.layers[1].self_attn = Gemma3Attention(other, 1)
     reference.save_pretrained(tmp_path / "weights")
     shutil.copy(tmp_path / "weights" / "model.safetensors", tmp_path)
-    assert "no native attention for heads of 520" in runner_loader(tmp_path).info.compute
-    with pytest.raises(LoadError, match="heads of 520; multiples of 16"):
+    assert "no native attention for heads of 584" in runner_loader(tmp_path).info.compute
+    with pytest.raises(LoadError, match="heads of 584; multiples of 16"):
         runner_loader(tmp_path, device="cuda")

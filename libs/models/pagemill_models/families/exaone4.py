@@ -9,7 +9,8 @@ from pagemill_models.declaration.family import Family
 from pagemill_models.declaration.gguf_config import GGUFConfig
 from pagemill_models.declaration.gguf_values import GGUFValues
 from pagemill_models.families.llama_like import decoder, numbers_from_config
-from pagemill_models.families.olmo2 import GGUF_NAMES, with_layer_norms_behind
+from pagemill_models.families.norms_behind import with_layer_norms_behind
+from pagemill_models.families.olmo2 import GGUF_NAMES
 
 
 def read_config(config: ConfigValues) -> DecoderSpec:

@@ -10,7 +10,7 @@ from pagemill_models.declaration.gguf_config import GGUFConfig
 from pagemill_models.declaration.gguf_values import GGUFValues
 from pagemill_models.families.llama_like import decoder, gguf_names, numbers_from_config
 from pagemill_models.families.moe import mixture, mixture_from_config, num_drafting, with_drafting, with_experts
-from pagemill_models.families.olmo2 import whole_norms
+from pagemill_models.families.norms_behind import whole_norms
 
 
 def read_config(config: ConfigValues) -> DecoderSpec:

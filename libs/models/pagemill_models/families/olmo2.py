@@ -4,22 +4,14 @@ from __future__ import annotations
 
 from pagemill_models.declaration.changes import replace, with_attention
 from pagemill_models.declaration.config_values import ConfigValues
-from pagemill_models.declaration.declaration import (
-    AttentionSpec,
-    BlockSpec,
-    BranchSpec,
-    DecoderSpec,
-    LayerSpec,
-    NormSpec,
-    ResidualSpec,
-    RopeSpec,
-)
+from pagemill_models.declaration.declaration import DecoderSpec, RopeSpec
 from pagemill_models.declaration.family import Family
 from pagemill_models.declaration.gguf_config import GGUFConfig
 from pagemill_models.declaration.gguf_values import GGUFValues
 from pagemill_models.declaration.rope_settings import DEFAULT_THETA
 from pagemill_models.families.gemma3 import FULL, WINDOWED
-from pagemill_models.families.llama_like import Numbers, decoder, gguf_names, numbers_from_config
+from pagemill_models.families.llama_like import decoder, gguf_names, numbers_from_config
+from pagemill_models.families.norms_behind import with_norms_behind
 
 
 def read_config(config: ConfigValues) -> DecoderSpec:
@@ -43,42 +35,6 @@ def read_windowed(config: ConfigValues) -> DecoderSpec:
         local = RopeSpec(theta=config.number("rope_local_base_freq", default=500_000.0), rotary_dim=numbers.head_dim)
     plain = with_norms_behind(decoder(numbers), numbers)
     return with_attention(plain, lambda index, spec: replace(spec, rope=local) if index in windowed else spec)
-
-
-def with_norms_behind(plain: DecoderSpec, numbers: Numbers) -> DecoderSpec:
-    """Return the decoder with norms behind its blocks in place of those before, and of all queries and keys."""
-    behind = with_layer_norms_behind(plain, numbers)
-    return with_attention(behind, lambda index, spec: whole_norms(spec, behind.layers[index], numbers))
-
-
-def with_layer_norms_behind(plain: DecoderSpec, numbers: Numbers) -> DecoderSpec:
-    return replace(
-        plain, layers=tuple(layer_with_norms_behind(layer, tuple(layer.blocks()), numbers) for layer in plain.layers)
-    )
-
-
-def layer_with_norms_behind(plain: LayerSpec, blocks: tuple[BlockSpec, ...], numbers: Numbers) -> LayerSpec:
-    """Return the layer with attention and MLP, `blocks`, each before a norm of its own."""
-    behind = zip(("post_attention", "post_feedforward"), blocks, strict=True)
-    branches = [
-        BranchSpec(block=block, output_norm=_norm(f"{plain.name}.{name}_layernorm", numbers.hidden_size, numbers))
-        for name, block in behind
-    ]
-    return LayerSpec(plain.name, tuple(ResidualSpec((branch,)) for branch in branches))
-
-
-def whole_norms(plain: AttentionSpec, layer: LayerSpec, numbers: Numbers) -> AttentionSpec:
-    """Return attention with one norm over all queries and one over all keys."""
-    name, head_dim = f"{layer.name}.self_attn", plain.head_dim
-    return replace(
-        plain,
-        query_norm=_norm(f"{name}.q_norm", plain.num_heads * head_dim, numbers),
-        key_norm=_norm(f"{name}.k_norm", plain.num_kv_heads * head_dim, numbers),
-    )
-
-
-def _norm(name: str, size: int, numbers: Numbers) -> NormSpec:
-    return NormSpec(name=name, size=size, eps=numbers.rms_norm_eps)
 
 
 def read_gguf(values: GGUFValues) -> DecoderSpec:

@@ -11,7 +11,7 @@ from pagemill_models.declaration.family import Family
 from pagemill_models.declaration.parts import linear, sequential
 from pagemill_models.families.llama_like import Numbers, decoder, numbers_from_config
 from pagemill_models.families.mamba2 import FULL, kinds_of_layers
-from pagemill_models.families.olmo2 import layer_with_norms_behind, whole_norms
+from pagemill_models.families.norms_behind import layer_with_norms_behind, whole_norms
 
 RENAMED = {
     ".attention_layer_norm.": ".input_layernorm.",
