@@ -109,8 +109,11 @@ def _with_attention(
     rotations: list[tuple[RopeSpec, int]],
     parts: Parts,
 ) -> LayerParts:
-    rope, is_latent = attention.rope, isinstance(attention, LatentAttentionSpec)
-    own = _latent_parts(attention, parts) if is_latent else _attention_parts(attention, parts)
+    rope = attention.rope
+    if isinstance(attention, LatentAttentionSpec):
+        own = _latent_parts(attention, parts)
+    else:
+        own = _attention_parts(attention, parts)
     return made._replace(
         **own,
         output=parts.linear(attention.output),
