@@ -31,9 +31,8 @@ MODELS = (
     "`config.json` (or `model_type` if that is missing) in a Hugging Face folder with safetensors, or "
     "`general.architecture` in a GGUF file. Other models are refused when the header is read, and the error lists the "
     "supported ones. [Packages can add architectures](../how-to/add-a-model.md).\n\n"
-    "*On CPUs*: `native` families need no torch, since one native call computes all of their layers; of the others "
-    "torch computes the named parts, in any shape, and calls the native kernels for the rest. *Compared with*: the "
-    "reference of the tests, which is the family's class in transformers, or plain formulas where it has none."
+    "*On CPUs*: `native` families need no torch, since one native call computes all of their layers. *Compared with*: "
+    "the reference of the tests, which is the family's class in transformers, or plain formulas where it has none."
 )
 MODELS_NOTES = """\
 - **GPUs**: NVIDIA GPUs run all families except encoders, hybrids and those with latent attention. On CPUs, heads may
@@ -73,12 +72,11 @@ MODELS_NOTES = """\
   model's files. `transformers` must be installed in the engine, in the operator and where `pagemill plan` runs.
 - **Hybrids** with gated delta rules (Qwen3.5, Qwen3-Next, OLMo Hybrid, Kimi Linear), Mamba 2's state spaces (Bamba,
   Falcon-H1, Granite 4, Nemotron-H) or short convolutions (LFM2, its mixtures, LFM3) run on CPUs, in one native call
-  for all layers; only Kimi Linear needs torch. Their prefixes are reused from states that are kept behind
-  points of prompts ([ADR 100](../adr/0100-states-are-blocks.md)). Every family is compared with its class in
-  transformers over whole sequences without a cache, in float32: greedy tokens in batches, in chunks, after prefix
-  hits and preemption, as choices and continued elsewhere, with int8 and int4 weights, and with adapters beside
-  PEFT. Attention of Kimi Linear is computed by torch instead of native kernels, which `deterministic` needs. With
-  it one model for each kind of state gives the same bits in chunks, preempted, from the prefix cache and continued
+  for all layers. Their prefixes are reused from states that are kept behind points of prompts
+  ([ADR 100](../adr/0100-states-are-blocks.md)). Every family is compared with its class in transformers over whole
+  sequences without a cache, in float32: greedy tokens in batches, in chunks, after prefix hits and preemption, as
+  choices and continued elsewhere, with int8 and int4 weights, and with adapters beside PEFT. With `deterministic` one
+  model for each kind of state gives the same bits in chunks, preempted, from the prefix cache and continued
   elsewhere, with forms, choices and penalties. Ranks (`tensorParallel`) divide the heads of states, or the channels
   of a short convolution: logits of 2 to 4 ranks differ from one process's by at most 1.1e-5 of the largest (in all
   shapes but two by less than 1e-5), tokens are equal. Sums in another order make the difference, and random weights
@@ -442,10 +440,6 @@ def cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
-TORCH_ON_CPUS = {
-    "nemotron_h": "experts between projections, where files have them",
-}
-"""Families with shapes that the native layers do not compute, and why; `tests/house/test_models_page.py` checks it."""
 WITHOUT_TRANSFORMERS = ("aquila", "baichuan", "internlm", "internlm2", "internlm3", "qwen")
 """Families without a class in transformers: their references are plain formulas in the tests."""
 
@@ -459,10 +453,9 @@ def models_page() -> str:
         about = (importlib.import_module(f"pagemill_models.families.{module}").__doc__ or "").split("\n\n")[0]
         spelled = ", ".join(f"`{name}`" for name in names.architectures)
         in_gguf = ", ".join(f"`{name}`" for name in names.gguf) or "-"
-        on_cpus = f"torch ({TORCH_ON_CPUS[module]})" if module in TORCH_ON_CPUS else "native"
         reference = "formulas" if module in WITHOUT_TRANSFORMERS else "transformers"
         about = cell(" ".join(about.split()))
-        rows.append(f"| {spelled} | `{names.model_type}` | {in_gguf} | {on_cpus} | {reference} | {about} |")
+        rows.append(f"| {spelled} | `{names.model_type}` | {in_gguf} | native | {reference} | {about} |")
     head = ["| `architectures` | `model_type` | GGUF | On CPUs | Compared with | |", "|---|---|---|---|---|---|"]
     return "\n".join([f"# Models\n\n{NOTE}\n\n{MODELS}\n", *head, *sorted(rows), "", notes])
 

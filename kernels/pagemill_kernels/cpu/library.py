@@ -137,6 +137,10 @@ class ExpertsWeights(ctypes.Structure):
         ("scales", c_void_p),
         ("norm", NormWeights),
         ("router_norm", NormWeights),
+        ("before", c_void_p),
+        ("behind", c_void_p),
+        ("before_bias", c_void_p),
+        ("behind_bias", c_void_p),
     )
 
 

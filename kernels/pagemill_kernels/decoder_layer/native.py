@@ -295,6 +295,10 @@ class _Weights:
         self._experts = mlp.experts.weights(mlp.router, mlp.top_k, mlp.renormalized, self._gating)
         self._experts.scales = optional_address(mlp.scales)
         self._experts.norm, self._experts.router_norm = _norm(mlp.norm), _norm(mlp.router_norm)
+        if mlp.around is not None:
+            before, behind = mlp.around
+            self._experts.before, self._experts.before_bias = before.address, before.bias_address
+            self._experts.behind, self._experts.behind_bias = behind.address, behind.bias_address
         self.layer.experts_output_norm = _norm(mlp.output_norm)
         self.layer.experts = ctypes.addressof(self._experts)
         if mlp.shared is not None:

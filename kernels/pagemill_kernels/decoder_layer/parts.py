@@ -63,6 +63,8 @@ class MoEParts(NamedTuple):
     """float32 [experts]: factors of the weights."""
     output_norm: NormParts | None = None
     """Of experts beside an MLP."""
+    around: tuple[NativeLinear, NativeLinear] | None = None
+    """What the experts, not the router and the shared one, read a product with, and what their sum is multiplied by."""
 
 
 class InputMLPParts(NamedTuple):

@@ -16,7 +16,7 @@ import jsonschema
 import msgspec
 import pytest
 from cut_kinds import with_blocks
-from hybrid_models import write_hybrid
+from hybrid_models import OTHERS, write_hybrid
 from hybrid_requests import KINDS, Answers, Change, requests_of, take
 
 from pagemill_api.structured_params import StructuredOutputsParams
@@ -46,6 +46,7 @@ REQUESTS: dict[str, tuple[int, dict[str, Any]]] = {
     "words": (17, {"temperature": 1.0, "structured_outputs": StructuredOutputsParams(regex=WORDS), "n": 2}),
 }
 """By name: the length of the prompt, and what is asked for."""
+MODELS = KINDS | {"decays by channel, and latents": OTHERS["kimi-linear"]}
 
 
 @pytest.fixture(scope="module")
@@ -55,10 +56,10 @@ def tokenizer(smollm2_path: Path) -> Iterator[Tokenizer]:
     found.close()
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=MODELS)
 def folder(request: pytest.FixtureRequest, tokenizer: Tokenizer, tmp_path_factory: Any) -> Path:
     made: Path = tmp_path_factory.mktemp("hybrid")
-    write_hybrid(*KINDS[request.param], made, tokenizer.vocab_size)
+    write_hybrid(*MODELS[request.param], made, tokenizer.vocab_size)
     return made
 
 
@@ -130,7 +131,7 @@ def test_answers_have_the_same_bits_however_they_are_computed(runner: Any, token
         assert found[key]["logprobs"] == answer["logprobs"][7:]
 
 
-@pytest.mark.sample("short convolution")
+@pytest.mark.parametrize("folder", ["short convolution"], indirect=True)
 def test_without_the_setting_bits_depend_on_the_chunks(
     folder: Path, tokenizer: Tokenizer, runner_loader: Callable[..., Any]
 ) -> None:

@@ -27,6 +27,7 @@ from pagemill_kernels.decoder_layer.native import NativeLayers
 from pagemill_kernels.decoder_layer.parts import LayerParts, MoEParts
 from pagemill_kernels.experts.native import NativeExperts
 from pagemill_kernels.experts.parts import Gate
+from pagemill_kernels.linear.native import pack_linear
 from pagemill_models.declaration.declaration import DecoderSpec
 from pagemill_models.sharding.shard import shard
 
@@ -34,7 +35,9 @@ pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no native kerne
 
 Loader = Callable[..., Any]
 Drivers = Callable[[Any], Any]
-CASES = {name: case for name, case in (MODELS | STATE_SPACES | SHORT | OTHERS | VARIANTS).items() if "kimi" not in name}
+CASES = MODELS | STATE_SPACES | SHORT | OTHERS | VARIANTS
+SINGLE = [name for name in CASES if "kimi" not in name]
+"""Models whose single operations use the native kernels: latents are attended to in torch there."""
 SETTINGS: dict[str, dict[str, Any]] = {
     "float32": {},
     "bfloat16, int8 cache": {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
@@ -42,14 +45,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=SINGLE)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     made: Path = tmp_path_factory.mktemp("hybrid")
     write_hybrid(*CASES[request.param], made, VOCAB_SIZE)
     return made
 
 
-@pytest.mark.sample("qwen3.5-float32", "falcon-h1-float32", "lfm3-float32", "olmo-hybrid-int4*")
+@pytest.mark.sample("qwen3.5-float32", "falcon-h1-float32", "lfm3-float32", "olmo-hybrid-int4*", "*latents-float32")
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_one_call_gives_the_bits_of_single_operations(
     folder: Path, settings: str, runner_loader: Loader, make_driver: Drivers
@@ -172,6 +175,17 @@ def with_relu(mlp: MoEParts) -> MoEParts:
     return mlp._replace(experts=NativeExperts(*mlp.experts._kept, Gate("relu", None, False)))
 
 
+def with_turned_sums(mlp: MoEParts) -> MoEParts:
+    """Return experts whose sum is multiplied by the columns of the next value each."""
+    if mlp.around is None:
+        return mlp
+    before, behind = mlp.around
+    columns = np.eye(behind.in_features, dtype=np.float32)
+    bias = behind(np.zeros((1, behind.in_features), dtype=np.float32))
+    weight = np.roll(behind(columns) - bias, 1, axis=0).T
+    return mlp._replace(around=(before, pack_linear(np.ascontiguousarray(weight), bias[0])))
+
+
 def with_negative_bias(mlp: MoEParts) -> MoEParts:
     assert mlp.choice_bias is not None
     return mlp._replace(choice_bias=-mlp.choice_bias)
@@ -188,6 +202,8 @@ PARTS: dict[str, tuple[str, Callable[[list[LayerParts]], list[LayerParts]]]] = {
     "attention without its gates": ("qwen3.5-moe", lambda layers: [each._replace(gated=False) for each in layers]),
     "another activation of experts": ("nemotron-h", of_experts(with_relu)),
     "another bias of choices": ("lfm2-moe", of_experts(with_negative_bias)),
+    "another order behind experts": ("nemotron-h with experts over latents", of_experts(with_turned_sums)),
+    "kernels of decays by channel exchanged": ("kimi-linear", of_mixer(key_taps_first)),
     "rates up to one": ("olmo-hybrid", of_mixer(lambda mixer: mixer._replace(rate_scale=1.0))),
     "kernels of queries and keys exchanged": ("qwen3.5-moe", of_mixer(key_taps_first)),
     "norms with another epsilon": ("qwen3.5", of_mixer(lambda mixer: mixer._replace(eps=0.1))),
@@ -201,7 +217,7 @@ PARTS: dict[str, tuple[str, Callable[[list[LayerParts]], list[LayerParts]]]] = {
 """By fault: the model with the part, and what changes the parts of its layers."""
 
 
-@pytest.mark.sample("gates of another layer", "kernels *", "rates *")
+@pytest.mark.sample("gates of another layer", "kernels of queries*", "rates *", "another order behind experts")
 @pytest.mark.parametrize("fault", PARTS)
 def test_faults_planted_in_parts_are_detected(
     fault: str, tmp_path: Path, runner_loader: Loader, make_driver: Drivers, monkeypatch: pytest.MonkeyPatch

@@ -109,8 +109,11 @@ def _with_attention(
     rotations: list[tuple[RopeSpec, int]],
     parts: Parts,
 ) -> LayerParts:
-    rope, is_latent = attention.rope, isinstance(attention, LatentAttentionSpec)
-    own = _latent_parts(attention, parts) if is_latent else _attention_parts(attention, parts)
+    rope = attention.rope
+    if isinstance(attention, LatentAttentionSpec):
+        own = _latent_parts(attention, parts)
+    else:
+        own = _attention_parts(attention, parts)
     return made._replace(
         **own,
         output=parts.linear(attention.output),
@@ -202,7 +205,7 @@ def _matrices_of(mlp: MLPParts | MoEParts | None) -> Iterator[NativeLinear | Nat
     if isinstance(mlp, MLPParts):
         yield from mlp[:2]
         return
-    yield from (mlp.router, mlp.experts)
+    yield from (mlp.router, mlp.experts, *(mlp.around or ()))
     if mlp.shared is not None:
         yield from mlp.shared.mlp[:2]
         if mlp.shared.gate is not None:
@@ -237,6 +240,9 @@ def _moe_parts(spec: MoESpec, parts: Parts) -> MoEParts:
         None
         if spec.expert_scales is None
         else read_tensor(parts.source, spec.expert_scales, (len(spec.experts),), "float32"),
+        around=None
+        if spec.before is None or spec.behind is None
+        else (parts.linear(spec.before), parts.linear(spec.behind)),
     )
 
 
@@ -277,7 +283,7 @@ def _kind(block: object) -> str:
     if isinstance(block, MLPSpec):
         return "m" if block.layer_input is None else "i"
     if isinstance(block, MoESpec):
-        return "m" if block.before is None else "?"
+        return "m"
     return "a" if _is_attention(block) else "?"
 
 

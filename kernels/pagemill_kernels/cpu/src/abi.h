@@ -211,6 +211,10 @@ struct ExpertsWeights {
   const float* scales;        // [num_experts]: factors of the weights; null: none
   NormWeights norm;           // of the experts' inputs, where the router's differ
   NormWeights router_norm;
+  const PackedWeight* before;  // of the experts' inputs, not of the shared expert's; null: none
+  const PackedWeight* behind;  // of the experts' sum; set with `before`
+  const float* before_bias;
+  const float* behind_bias;
 };
 
 // An MLP that computes all tokens beside a mixture of experts; biases may be null.

@@ -25,7 +25,7 @@ void normalize(const NormWeights& norm, const float* x, int64_t groups, int64_t 
 }
 
 // Numbers of a block's linear layers, from its first one on. With experts: the router, then two of each expert and of the
-// shared one, and that one's gate; those of experts beside an MLP follow its own.
+// shared one, that one's gate, and the products around the experts; those of experts beside an MLP follow its own.
 enum Linear : int64_t { kQkv = 0, kHeadGates = 1, kUp = 0, kDown = 1, kRouter = 0, kExperts = 1 };
 
 // How a block's results are added to hidden.
@@ -296,9 +296,23 @@ struct Layer {
       pagemill_route(logits.data(), tokens, e.num_experts, e.top_k, e.renormalized, chosen.data(), weights.data());
     for (size_t i = 0; e.scales && i < weights.size(); ++i) weights[i] *= e.scales[chosen[i]];
     const float* computed = normed(e.norm);
-    pagemill_experts(e.ups, e.up_biases, e.downs, e.down_biases, e.num_experts, computed, tokens, size, chosen.data(),
-                     weights.data(), e.top_k, e.activation, e.gated, e.limit, adapters(),
-                     first_linear() + number + kExperts, out, threads);
+    const auto add_chosen = [&](const float* in, int64_t in_stride, float* sum) {
+      pagemill_experts(e.ups, e.up_biases, e.downs, e.down_biases, e.num_experts, in, tokens, in_stride, chosen.data(),
+                       weights.data(), e.top_k, e.activation, e.gated, e.limit, adapters(),
+                       first_linear() + number + kExperts, sum, threads);
+    };
+    if (e.before) {
+      const int64_t narrow = e.before->out_features, summed = e.behind->in_features;
+      const int64_t around = number + kExperts + 2 * e.num_experts + of_shared();
+      std::vector<float> read(tokens * narrow), sum(tokens * summed);
+      pagemill_linear(e.before, computed, tokens, size, e.before_bias, read.data(), narrow, 0, threads);
+      adapt(around, computed, size, tokens, 0, read.data(), narrow);
+      add_chosen(read.data(), narrow, sum.data());
+      pagemill_linear(e.behind, sum.data(), tokens, summed, e.behind_bias, out, size, 1, threads);
+      adapt(around + 1, sum.data(), summed, tokens, 0, out, size);
+    } else {
+      add_chosen(computed, size, out);
+    }
     if (w.shared) shared_expert(computed, tokens, number + kExperts + 2 * e.num_experts, scratch, out);
   }
 
@@ -372,9 +386,13 @@ struct Layer {
 
   // Returns the number of the first linear layer behind MLP and experts.
   int64_t behind_mlp() const {
-    const int64_t of_mlp = w.up ? 2 : 0, of_shared = w.shared ? 2 + (w.shared->gate != nullptr) : 0;
-    return w.first_mlp + of_mlp + (w.experts ? 1 + 2 * w.experts->num_experts + of_shared : 0);
+    const int64_t first = w.first_mlp + (w.up ? 2 : 0);
+    if (!w.experts) return first;
+    return first + kExperts + 2 * w.experts->num_experts + of_shared() + (w.experts->before ? 2 : 0);
   }
+
+  // Returns the number of the shared expert's linear layers.
+  int64_t of_shared() const { return w.shared ? 2 + (w.shared->gate != nullptr) : 0; }
 
   // Returns the input of a block: normalised into `out`, or hidden itself.
   const float* input(const NormWeights& norm, const float* hidden, int64_t tokens, float* out) const {
