@@ -102,7 +102,9 @@ MODELS_NOTES = """\
   windows shorter than the prompt and all kinds of rope scaling that apply (`make test-full`; `make test` runs a
   sample). Log probabilities of prompts differ by at most 1e-4 beyond the rounding of float32. Aquila, Baichuan,
   InternLM and Qwen, which transformers does not include, are compared with plain formulas. GGUF files of each
-  architecture produce the outputs of the folder with the same weights. Of published checkpoints only one of Llama's
+  architecture produce the outputs of the folder with the same weights, and most of them
+  [those of llama.cpp](../benchmarks.md#gguf-files-beside-llamacpp); Bamba's, which llama.cpp computes in another way,
+  do not. Of published checkpoints only one of Llama's
   family (SmolLM2) has been compared.
 """
 
