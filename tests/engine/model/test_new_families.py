@@ -12,14 +12,18 @@ import numpy as np
 import pytest
 from family_models import VOCAB_SIZE, write_model
 from greedy_families import NUM_TOKENS, family_of, tokens_of
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
+from pagemill_engine.config import EngineConfig
 from pagemill_engine.decoders.native import decoder
 from pagemill_engine.decoders.on_torch import blocks, latent_attention
+from pagemill_engine.loop.core import EngineCore
 from pagemill_kernels.cpu import library
 from pagemill_models.spec.decoders import decoder_from_config
 from pagemill_models.spec.model_files import load_model_spec
 from pagemill_models.spec.model_spec import kinds_of
+from pagemill_protocol.request.generate import ChoiceResume, GenerateRequest
+from pagemill_protocol.request.sampling import SamplingParams
 from pagemill_protocol.source_errors import SourceError
 
 LENGTHS = (1, 17, 33, 90, 150)
@@ -35,10 +39,28 @@ def test_answers_equal_transformers(
 ) -> None:
     family = family_of(write_model(*CASES[name], tmp_path), tmp_path, VOCAB_SIZE, LENGTHS)
     assert family.median_gap > 0.3
-    driver = make_driver(runner_loader(tmp_path))
+    runner = runner_loader(tmp_path)
+    driver = make_driver(runner)
     for settings in ({"enable_prefix_caching": False, "max_num_batched_tokens": 29}, {"waves": True}):
         results = driver.greedy(family.prompts, NUM_TOKENS, **settings)
         assert tokens_of(results) == family.expected
+    assert_choices_and_continued_answers(runner, family.prompts[-1], family.expected[-1])
+
+
+def assert_choices_and_continued_answers(runner: Any, prompt: list[int], expected: list[int]) -> None:
+    """Serve two choices, which share the prompt's blocks, and an answer that another engine has begun."""
+    core = EngineCore(EngineConfig(model="m", block_size=16), runner)
+    plain = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    begun: dict[str, Any] = {"resume": [ChoiceResume(0, expected[:9], 0)]}
+    for name, sampling, more in (("choices", SamplingParams(**asdict(plain) | {"n": 2}), {}), ("begun", plain, begun)):
+        core.add(GenerateRequest(request_id=name, model="m", prompt_token_ids=prompt, sampling=sampling, **more))
+    found: dict[tuple[str, int], list[int]] = {}
+    while core.has_work:
+        for output in core.step().outputs:
+            found.setdefault((output.request_id, output.choice), []).extend(output.token_ids)
+        core.check_integrity()
+    assert found["choices", 0] == found["choices", 1] == expected
+    assert expected[:9] + found["begun", 0][-(NUM_TOKENS - 9) :] == expected
 
 
 def faulty(name: str) -> dict[str, Callable[[Any], None]]:
