@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import torch
 from expert_models import DEEPSEEK_V2, LATENT
 from expert_models import NEW as SPARSE
 from expert_models import VARIANTS as WITH_EXPERTS
@@ -163,3 +166,11 @@ BEYOND = {
 """Names in `general.architecture`. Converters store other models with Llama's architecture, including those with
 biases, as `llama`.
 """
+
+
+def assert_equal_answers(one: Path, other: Path, load: Callable[..., Any], make_driver: Callable[[Any], Any]) -> None:
+    """Check that both are the same model, by greedy answers and their log probabilities."""
+    expected, found = (make_driver(load(path)).greedy(PROMPTS, 8) for path in (one, other))
+    assert [each.token_ids for each in found] == [each.token_ids for each in expected]
+    for here, there in zip(found, expected, strict=True):
+        torch.testing.assert_close(torch.tensor(here.logprobs), torch.tensor(there.logprobs), rtol=0, atol=1e-4)

@@ -12,12 +12,11 @@ from typing import Any
 
 import family_gguf
 import pytest
-import torch
 from expert_models import DEEPSEEK_V2
 from family_checkpoints import KINDS, NUM_HEADS, SIZE, write_checkpoint
 from family_gguf import write_family_gguf
 from family_models import MODELS, write_model
-from gguf_files import BEYOND, FILES, PROMPTS, SAME_MAGNITUDE
+from gguf_files import BEYOND, FILES, SAME_MAGNITUDE, assert_equal_answers
 from safetensors.torch import load_file, save_file
 
 from pagemill_engine.weights.errors import LoadError
@@ -26,18 +25,10 @@ from pagemill_models.spec.model_files import load_model_spec
 
 Loader = Callable[..., Any]
 Drivers = Callable[[Any], Any]
-NUM_TOKENS = 8
 IN_FULL = (
     "ernie4_5-moe", "gemma4 of one kind of value", "hunyuan-moe", "minimax-m2", "mistral4", "deepseek2, GLM-4.7-Flash",
 )  # fmt: skip
 """Files whose changes of tensors others have, too."""
-
-
-def assert_equal_answers(one: Path, other: Path, load: Loader, make_driver: Drivers) -> None:
-    expected, found = (make_driver(load(path)).greedy(PROMPTS, NUM_TOKENS) for path in (one, other))
-    assert [each.token_ids for each in found] == [each.token_ids for each in expected]
-    for here, there in zip(found, expected, strict=True):
-        torch.testing.assert_close(torch.tensor(here.logprobs), torch.tensor(there.logprobs), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 import torch
 from cut_weights import Uncut, same, stored_form
 from family_gguf import write_family_gguf
-from gguf_files import HYBRID_FILES, PROMPTS
+from gguf_files import HYBRID_FILES, PROMPTS, assert_equal_answers
 from hybrid_models import QWEN, write_hybrid
 from safetensors.torch import load_file, save_file
 
@@ -30,13 +30,6 @@ Drivers = Callable[[Any], Any]
 NUM_TOKENS = 8
 SHORT = ("qwen35", "qwen3next", "granitehybrid", "falcon-h1", "nemotron_h_moe", "kimi-linear")
 """Of each kind of state and of change, one shape in every run."""
-
-
-def assert_equal_answers(one: Path, other: Path, load: Loader, make_driver: Drivers) -> None:
-    expected, found = (make_driver(load(path)).greedy(PROMPTS, NUM_TOKENS) for path in (one, other))
-    assert [each.token_ids for each in found] == [each.token_ids for each in expected]
-    for here, there in zip(found, expected, strict=True):
-        torch.testing.assert_close(torch.tensor(here.logprobs), torch.tensor(there.logprobs), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize(
