@@ -348,7 +348,7 @@ COMPILE := $(BIN)/python -m compileall -q -j 0 $(PACKAGES)
 IMPORT = $(BIN)/python -c 'import $(RUNNING)'
 RUNNING := pagemill.main, pagemill.commands.up, pagemill.up.loading, pagemill.up.screen, pagemill.up.session, \
 	pagemill_operator.backends.local, pagemill_gateway.processes.server, pagemill_gateway.processes.__main__, \
-	pagemill_engine.server.main, pagemill_engine.loop.process, pagemill_engine.starting.load_cpu
+	pagemill_engine.server.main, pagemill_engine.loop.process, pagemill_execution.starting.load_cpu
 .venv/.runnable: export PAGEMILL_KERNEL_LEVELS := $(if $(wildcard .venv/.installed),fitting,highest)
 .venv/.runnable: $(INSTALLED_FROM) | $(UV)
 	$(if $(wildcard .venv/.installed),$(call install,--compile-bytecode,$(COMPILE)),$(call install,--no-group dev,$(IMPORT)))

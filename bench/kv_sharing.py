@@ -20,7 +20,7 @@ from workload import MODEL
 from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loop.core import EngineCore
-from pagemill_engine.starting.factory import create_runner
+from pagemill_execution.starting.factory import create_runner
 from pagemill_models.sources import resolve_source
 from pagemill_models.tokenizer_files.load_bundle import load_bundle
 from pagemill_protocol.request.generate import GenerateRequest

@@ -14,8 +14,8 @@ from report import emit
 from workload import VOCAB_SIZE, Job, chat_workload, mixed_workload, trace_workload
 
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.executing.null import NullRunner
 from pagemill_engine.loop.core import EngineCore
+from pagemill_execution.runners.null import NullRunner
 from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_protocol.request.sampling import SamplingParams
 

@@ -24,7 +24,7 @@ import safetensors.torch
 import torch
 from report import emit, median
 
-from pagemill_engine.weights.safetensors_folder import SafetensorsFolder
+from pagemill_execution.weights.safetensors_folder import SafetensorsFolder
 from pagemill_kernels.arrays import NUMPY_TYPES, FloatType
 from pagemill_kernels.huge_pages import empty_weights
 from pagemill_models.files.safetensors_header import INDEX_FILE

@@ -28,7 +28,7 @@ from workload import MODEL
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.ipc.messages import LoadAdapter
 from pagemill_engine.loop.core import EngineCore
-from pagemill_engine.starting.factory import create_runner
+from pagemill_execution.starting.factory import create_runner
 from pagemill_models.sources import resolve_source
 from pagemill_models.spec.model_files import load_model_spec
 from pagemill_protocol.request.generate import GenerateRequest

@@ -27,13 +27,13 @@ from report import emit, median
 from routers.catalogue import MODEL, Site, start_pagemill
 from routers.stage import FOLDER, Scene, cores, pinned, stage
 
-from pagemill_gateway.brain.interface import Assignment
 from pagemill_gateway.metrics.worker import WorkerMetrics
 from pagemill_gateway.request_record import RequestRecord
 from pagemill_gateway.spans import write_spans
 from pagemill_protocol.errors import unavailable
 from pagemill_protocol.request.generate import Usage
 from pagemill_protocol.request.sampling import SamplingParams
+from pagemill_routing.brain.interface import Assignment
 from pagemill_servers.tracing.config import TracingConfig
 from pagemill_servers.tracing.tracing import open_tracing
 

@@ -25,9 +25,9 @@ from workload import MODEL
 
 from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.scheduler.step import AdmittedSequence, HeldBlocks, StepPlan
-from pagemill_engine.starting.factory import create_runner
-from pagemill_engine.weights.opening import open_weights
+from pagemill_execution.starting.factory import create_runner
+from pagemill_execution.step import AdmittedSequence, HeldBlocks, StepPlan
+from pagemill_execution.weights.opening import open_weights
 from pagemill_kernels.arrays import Array
 from pagemill_kernels.torch_arrays import from_torch, to_torch
 from pagemill_models.sources import resolve_source

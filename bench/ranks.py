@@ -33,7 +33,7 @@ import numpy as np
 import psutil
 
 from pagemill import LLM, SamplingParams
-from pagemill_engine.config import NodesConfig
+from pagemill_execution.config import NodesConfig
 from pagemill_kernels.cpu import launch
 from pagemill_kernels.ranks.memory import SharedMemory
 from pagemill_kernels.ranks.shared_memory import SharedMemoryGroup, group_bytes

@@ -20,8 +20,8 @@ from routers.catalogue import MODEL
 from routers.chats import Chats, words
 from workload import MODEL as SOURCE
 
-from pagemill_gateway.routing.cost import CostPolicy
-from pagemill_gateway.routing.policies import AUTO, BUILT_IN
+from pagemill_routing.policies.cost import CostPolicy
+from pagemill_routing.policies.registry import AUTO, BUILT_IN
 from pagemill_simulator.conversations import Conversation, Turn
 
 POLICIES = (AUTO, *(each.name for each in BUILT_IN if each is not CostPolicy))

@@ -15,9 +15,9 @@ import statistics
 from report import emit
 
 from pagemill_engine.config import EngineConfig
-from pagemill_gateway.routing.policies import BUILT_IN
 from pagemill_protocol.report.state import StepTimeParams
 from pagemill_protocol.report.step_time import StepTimeModel
+from pagemill_routing.policies.registry import BUILT_IN
 from pagemill_simulator.adapters import AdapterSettings
 from pagemill_simulator.conversations import TRAFFIC, at_rate
 from pagemill_simulator.engine import Percentiles

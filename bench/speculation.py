@@ -15,11 +15,12 @@ from typing import NamedTuple
 from report import ROOT, emit
 
 from pagemill_api.text.tokenizer import Tokenizer
-from pagemill_engine.config import EngineConfig, SpeculationConfig
+from pagemill_engine.config import EngineConfig
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.loop.warmup import Calibration
 from pagemill_engine.proposing.ngram import NgramProposer
-from pagemill_engine.starting.factory import create_runner
+from pagemill_execution.config import SpeculationConfig
+from pagemill_execution.starting.factory import create_runner
 from pagemill_models.sources import resolve_source
 from pagemill_models.tokenizer_files.load_bundle import load_bundle
 from pagemill_protocol.request.generate import GenerateRequest

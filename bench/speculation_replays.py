@@ -17,10 +17,11 @@ import torch
 import transformers
 from report import emit, progress
 
-from pagemill_engine.config import EngineConfig, SpeculationConfig
+from pagemill_engine.config import EngineConfig
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.loop.warmup import Calibration
-from pagemill_engine.starting.factory import create_runner
+from pagemill_execution.config import SpeculationConfig
+from pagemill_execution.starting.factory import create_runner
 from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_protocol.request.sampling import SamplingParams
 

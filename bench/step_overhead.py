@@ -18,12 +18,12 @@ from report import emit, median
 from workload import VOCAB_SIZE
 
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.executing.device.device_rows import DeviceRows, DeviceStep
-from pagemill_engine.executing.inputs import RequestRows
-from pagemill_engine.executing.null import NullHandle, NullRunner
 from pagemill_engine.loop.core import EngineCore
-from pagemill_engine.sampling.rows import SamplingRows
-from pagemill_engine.scheduler.step import StepPlan, StepResult
+from pagemill_execution.runners.device.device_rows import DeviceRows, DeviceStep
+from pagemill_execution.runners.inputs import RequestRows
+from pagemill_execution.runners.null import NullHandle, NullRunner
+from pagemill_execution.sampling.rows import SamplingRows
+from pagemill_execution.step import StepPlan, StepResult
 from pagemill_kernels.request_rows.layout import RowLayout
 from pagemill_kernels.request_rows.staging import Staging
 from pagemill_protocol.request.generate import GenerateRequest

@@ -23,11 +23,11 @@ from truth.compare import Latencies
 from workload import MODEL
 
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.executing.base import Runner
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.loop.warmup import Calibration, self_test
-from pagemill_engine.scheduler.step import StepPlan
-from pagemill_engine.starting.factory import create_runner
+from pagemill_execution.runners.base import Runner
+from pagemill_execution.starting.factory import create_runner
+from pagemill_execution.step import StepPlan
 from pagemill_protocol.report.state import StepTimeParams
 from pagemill_protocol.report.step_time import StepTimeModel
 from pagemill_simulator.engine import EngineRun, EngineSimulation, Latency

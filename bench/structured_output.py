@@ -21,11 +21,11 @@ from pagemill_api.grammars.check import FormChecks
 from pagemill_api.structured_params import StructuredOutputsParams
 from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.executing import eager
 from pagemill_engine.grammar import state
 from pagemill_engine.grammar.compiler import GrammarCompiler
 from pagemill_engine.loop.core import EngineCore
-from pagemill_engine.starting.factory import create_runner
+from pagemill_execution.runners import eager
+from pagemill_execution.starting.factory import create_runner
 from pagemill_kernels.sampling import reference
 from pagemill_models.sources import resolve_source
 from pagemill_models.tokenizer_files.load_bundle import load_bundle

@@ -19,11 +19,11 @@ from workload import MODEL
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loop.core import EngineCore
-from pagemill_engine.starting.factory import create_runner
-from pagemill_gateway.brain.interface import HashScheme
-from pagemill_gateway.relay.prompt_hashes import PromptHashes
+from pagemill_execution.starting.factory import create_runner
 from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_protocol.request.sampling import SamplingParams
+from pagemill_routing.brain.interface import HashScheme
+from pagemill_routing.prompt_hashes import PromptHashes
 from pagemill_servers.keys.caller import Caller
 from pagemill_servers.keys.scope import cache_salt
 

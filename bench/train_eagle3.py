@@ -25,8 +25,8 @@ from speculation import MODEL, QUESTIONS, chat_text
 from torch import Tensor, nn
 
 from pagemill import LLM, SamplingParams
-from pagemill_engine.weights.declared import DeclaredWeights
-from pagemill_engine.weights.opening import open_weights
+from pagemill_execution.weights.declared import DeclaredWeights
+from pagemill_execution.weights.opening import open_weights
 from pagemill_models.sources import resolve_source
 from pagemill_models.spec.model_files import load_model_spec
 

@@ -16,23 +16,23 @@ from measuring import Device
 from models import RandomWeights
 
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.decoders.on_torch.decoder import Decoder
-from pagemill_engine.decoders.on_torch.device_rotations import DeviceRotations
-from pagemill_engine.decoders.on_torch.filling import load_weights, weight_bytes
-from pagemill_engine.decoders.rope import decoder_tables
-from pagemill_engine.executing.base import RunnerInfo
-from pagemill_engine.executing.device.device_kv_cache import DeviceKVCache
-from pagemill_engine.executing.device.device_runner import DeviceRunner, InFlight
-from pagemill_engine.executing.eager import EagerRunner
-from pagemill_engine.executing.kv_cache import KVCache
-from pagemill_engine.executing.torch_model import TorchModel
 from pagemill_engine.loop.core import EngineCore
-from pagemill_engine.scheduler.step import StepPlan
-from pagemill_engine.sizing.budget import MemoryPlan, Sizes, plan_memory
-from pagemill_engine.sizing.kv_sizes import cache_kinds, kv_bytes_per_token
-from pagemill_engine.sizing.memory import MemoryState
-from pagemill_engine.starting.compiling import capture_graphs
-from pagemill_engine.starting.memory_profiling import CudaMeter, measure_device, profile_memory
+from pagemill_execution.decoders.on_torch.decoder import Decoder
+from pagemill_execution.decoders.on_torch.device_rotations import DeviceRotations
+from pagemill_execution.decoders.on_torch.filling import load_weights, weight_bytes
+from pagemill_execution.decoders.rope import decoder_tables
+from pagemill_execution.runners.base import RunnerInfo
+from pagemill_execution.runners.device.device_kv_cache import DeviceKVCache
+from pagemill_execution.runners.device.device_runner import DeviceRunner, InFlight
+from pagemill_execution.runners.eager import EagerRunner
+from pagemill_execution.runners.kv_cache import KVCache
+from pagemill_execution.runners.torch_model import TorchModel
+from pagemill_execution.sizing.budget import MemoryPlan, Sizes, plan_memory
+from pagemill_execution.sizing.kv_sizes import cache_kinds, kv_bytes_per_token
+from pagemill_execution.sizing.memory import MemoryState
+from pagemill_execution.starting.compiling import capture_graphs
+from pagemill_execution.starting.memory_profiling import CudaMeter, measure_device, profile_memory
+from pagemill_execution.step import StepPlan
 from pagemill_kernels.registry import ops_for
 from pagemill_kernels.torch_arrays import float_type_of
 from pagemill_models.spec.model_spec import ModelSpec

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from pagemill_engine.decoders.tensors import Shapes
-from pagemill_engine.weights.floats import copy_floats
+from pagemill_execution.decoders.tensors import Shapes
+from pagemill_execution.weights.floats import copy_floats
 from pagemill_kernels.arrays import Array
 from pagemill_kernels.linear.groups import CodeBlocks, GroupCodes
 from pagemill_models.spec.decoders import decoder_from_config

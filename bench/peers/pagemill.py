@@ -25,7 +25,7 @@ BENCH = Path(__file__).resolve().parents[1]
 
 def load(weights: str) -> tuple[Generate, dict[str, Any]]:
     from pagemill_engine.llm import LLM
-    from pagemill_engine.starting.factory import create_runner
+    from pagemill_execution.starting.factory import create_runner
     from pagemill_protocol.request.sampling import SamplingParams
 
     reported: list[str] = []

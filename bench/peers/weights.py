@@ -44,7 +44,7 @@ def write_folder(source: Path, folder: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from pagemill_engine.weights.opening import open_weights
+    from pagemill_execution.weights.opening import open_weights
     from pagemill_kernels.torch_arrays import from_torch
     from pagemill_models.spec.model_files import load_model_spec
 

@@ -22,13 +22,13 @@ from unittest import mock
 from pagemill_api.dialects import preparing
 from pagemill_api.dialects.chat_completions.chat import ChatBody, ChatDialect
 from pagemill_api.text.encoding.local_encoder import LocalEncoder
-from pagemill_gateway.brain.brain import LocalBrain
 from pagemill_gateway.limits.limiter import Limiter, Reservation
 from pagemill_gateway.metrics.worker import WorkerMetrics
 from pagemill_gateway.relay import preparation
 from pagemill_gateway.relay.delivery import Delivery
 from pagemill_gateway.relay.upstream import Upstream
 from pagemill_gateway.routes import access, generate
+from pagemill_routing.brain.brain import LocalBrain
 from pagemill_servers import connection
 from pagemill_servers.keys.ring import KeyRing
 from routers.answers import Answer

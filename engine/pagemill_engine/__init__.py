@@ -1,5 +1,1 @@
-"""The engine: scheduler, paged KV cache, runners, models, servers."""
-
-from pagemill_engine.settings import tune_libraries
-
-tune_libraries()
+"""The engine: scheduler, blocks of the KV cache, loop, output, servers. `pagemill_execution` computes its steps."""

@@ -26,7 +26,7 @@ WAIT_S = 5.0
 ANSWER_TIMEOUT_S = 2.0
 """Additional time for the engine's answer."""
 MAX_ANSWER_BYTES = 64 * 1024
-RANK_MODULE = b"pagemill_engine.starting.node_rank"
+RANK_MODULE = b"pagemill_execution.starting.node_rank"
 RANKS_POLL_S = 0.2
 ESTABLISHED = "01"
 """The state of an open connection in `/proc/PID/net/tcp`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from pagemill_engine.config import CPU_STEP
+from pagemill_execution.config import CPU_STEP
 from pagemill_protocol.report.cache_kinds import ANY_LENGTH, FULL, CacheKind, most_held, most_of_first
 from pagemill_protocol.request.pooling import PoolingSpec
 from pagemill_protocol.request.sampling import MAX_ANSWER_VALUES

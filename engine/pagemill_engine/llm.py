@@ -16,7 +16,6 @@ import numpy as np
 from tqdm import tqdm
 
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.executing.base import Runner
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.offline import (
     Message,
@@ -45,8 +44,9 @@ from pagemill_engine.output.results import (
     RequestOutput,
     ScoringRequestOutput,
 )
-from pagemill_engine.starting.factory import create_runner
-from pagemill_engine.weights.errors import LoadError
+from pagemill_execution.runners.base import Runner
+from pagemill_execution.starting.factory import create_runner
+from pagemill_execution.weights.errors import LoadError
 from pagemill_kernels.huge_pages import collapse_when_idle
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.request.pooling import PoolingParams

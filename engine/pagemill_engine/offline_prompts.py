@@ -20,7 +20,7 @@ from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_api.text.turn_end import warn_of_turn_end
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.offline import Message, Prompt, check_tokens, conversations_of, prompts_of, sampling_of
-from pagemill_engine.starting.opened_model import open_model
+from pagemill_execution.starting.opened_model import open_model
 from pagemill_models.spec.model_files import load_model_spec
 from pagemill_models.tokenizer_files.load_bundle import load_bundle
 from pagemill_models.tokenizer_files.resolved_defaults import with_defaults

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from importlib.metadata import entry_points
 from typing import Any
 
-from pagemill_engine.config import MOST_PROPOSED, PROPOSER_GROUP, SpeculationConfig
+from pagemill_execution.config import MOST_PROPOSED, PROPOSER_GROUP, SpeculationConfig
 from pagemill_protocol.errors import show_python
 
 NAME = "speculative_config"

@@ -11,12 +11,12 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from pagemill_gateway.routing.policies import check_policy
 from pagemill_protocol.catalog import Catalog
 from pagemill_protocol.request.answer_format import ControlTokenMode, HostedToolMode
 from pagemill_protocol.request.sampling import MAX_ANSWER_VALUES
 from pagemill_protocol.request.structured_outputs import DEFAULT_FORM_CHARS
-from pagemill_protocol.resource.served import QueueLimits
+from pagemill_routing.config import RoutingConfig
+from pagemill_routing.policies.registry import check_policy
 from pagemill_servers.auth import is_loopback_address
 from pagemill_servers.connection_limits import DEFAULT_MAX_CONNECTIONS, trusted_networks
 from pagemill_servers.cors import is_origin
@@ -134,7 +134,7 @@ class WorkerBounds(NamedTuple):
     journal_tokens: int
 
 
-class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class GatewayConfig(RoutingConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     host: str = "127.0.0.1"
     port: int = 8080
     """The data port, with the OpenAI routes."""
@@ -265,8 +265,6 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     status 503. Tenants have shares as in `max_requests`; beyond its share, a tenant's requests get status 429, and its
     answers that have remained unread for longest are ended.
     """
-    max_attempts: int = 3
-    """Number of engines that may fail a request. Those that refuse it, that end or that do not listen do not count."""
     request_timeout_s: float | None = None
     """Deadline of requests without the header `x-request-timeout-s`; `None` for none."""
     connect_timeout_s: float = 2.0
@@ -275,62 +273,19 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """An engine that neither accepts nor refuses a request within this time counts as failed."""
     silence_timeout_s: float = 5.0
     """An engine that is silent in an answer and in its state stream for this long counts as failed."""
-    stall_timeout_s: float = 6.0
-    """An engine whose server reports that a step takes longer than this, and longer than four times its prediction,
-    counts as failed: other engines continue its answers."""
-    freeze_timeout_s: float = 4.0
-    """An engine whose server reports no heartbeats of the engine process for this long counts as failed; they come
-    every second, regardless of the duration of steps."""
     journal_tokens: int = 16 * 1024 * 1024
     """Maximum number of tokens of answers in progress that are kept (4 bytes each), so that another engine can continue
     them. Further answers are served, but cannot be continued. Tenants have shares as in `max_requests`.
     """
     slow_client_timeout_s: float = 120.0
     """A client that reads nothing for this long loses its stream."""
-
-    queue: QueueLimits = QueueLimits(max_requests=1000, max_bytes=256 * 1024 * 1024, timeout_s=60.0)
-    """Limits for the requests of a deployment that wait for capacity, unless its `routing.queue` sets others."""
     keep_alive_interval_s: float = 10.0
     """Interval of SSE comments for waiting streaming clients, so that their connections are not taken for dead."""
-    outage_wait_s: float = 30.0
-    """How long requests for a deployment that lost its last engine wait for another one, or twice the usual time of an
-    engine's restart if that is longer and the queue's timeout allows it; then they get status 503. Requests also wait
-    for the first report of engines that are new to the gateway, for example after its restart. 0: they do not wait.
-    """
-    handover_timeout_s: float = 4.0
-    """How long a draining engine stays in use while no other engine of its deployment can take over."""
-
-    routing_policy: str = "Cost"
-    """
-    Routing policy of deployments whose `routing.policy` is `Auto`. `Cost` chooses the endpoint where the request costs
-    the fewest milliseconds. The others are for comparison: `LeastRequest`, `RoundRobin`, `PowerOfTwo`, `PrefixHash`
-    (KubeAI's) and `Weighted322` (llm-d's). Packages can add more.
-    """
-    routing_session_ms: float = 50.0
-    """Maximum predicted cost of keeping a session (`routing.sessionHeader`) on its endpoint, in milliseconds."""
-    remembered_prefix_chunks: int = 65536
-    """Number of prefix chunks of prompts whose hashes are cached; each takes about 0.5 KB."""
-    decision_log_size: int = 256
-    """Number of latest routing decisions that `/debug/decisions` can show."""
-
-    state_stale_after_s: float = 3.0
-    """A report is stale after this time without a state frame (engines send one a second). Its load is then ignored,
-    and the gateway uses its own counts."""
     state_idle_timeout_s: float = 10.0
     """A state stream that is silent for this long is reopened."""
     reconnect_base_s: float = 0.1
     reconnect_max_s: float = 5.0
     """First and longest pause between attempts to open a state stream; half of each pause is random."""
-    ejection_base_s: float = 0.5
-    ejection_max_s: float = 10.0
-    """First and longest ejection of an endpoint that failed; it doubles with each failed probe."""
-    max_ejected_share: float = 0.3
-    """Maximum share of a deployment's endpoints with fresh reports (but at least one) that may be ejected."""
-    retry_share: float = 0.2
-    """
-    Maximum number of retries that may fail again, as a share of the requests of the last 10 s; 10 are always allowed.
-    Continuations of answers of a lost engine, and retries after a refusal, do not count.
-    """
 
     drain_delay_s: float = 0.0
     """Time after SIGTERM in which new requests are still accepted, until load balancers notice that `/readyz` fails."""

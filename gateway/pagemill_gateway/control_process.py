@@ -15,8 +15,6 @@ from pathlib import Path
 import aiohttp
 import orjson
 
-from pagemill_gateway.brain.brain import LocalBrain
-from pagemill_gateway.brain.resilience.poison_memory import Poison
 from pagemill_gateway.config import GatewayConfig, SettingsError, open_keys_file
 from pagemill_gateway.control_token import control_tokens
 from pagemill_gateway.discovery.bundles import BundleError, Bundles
@@ -36,6 +34,8 @@ from pagemill_kube.errors import CredentialsError
 from pagemill_protocol.catalog import Catalog
 from pagemill_protocol.errors import unavailable
 from pagemill_protocol.metrics import Scrape
+from pagemill_routing.brain.brain import LocalBrain
+from pagemill_routing.brain.resilience.poison_memory import Poison
 from pagemill_servers.keys.caller import Caller
 from pagemill_servers.secrets.secret_file import CHECK_INTERVAL_S, SecretFile
 from pagemill_servers.secrets.token_file import GeneratedTokens

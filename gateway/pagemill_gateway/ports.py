@@ -2,7 +2,7 @@
 
 A worker (`worker.Worker`) has the connections of clients and engines, and the control process
 (`control_process.ControlProcess`) everything that exists once in a gateway. In a gateway of one process they call each
-other directly, otherwise through `ipc`. Decisions are in `brain.interface`, limits in `limits.store`.
+other directly, otherwise through `ipc`. Decisions are in `pagemill_routing.brain.interface`, limits in `limits.store`.
 """
 
 from __future__ import annotations

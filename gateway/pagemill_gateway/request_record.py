@@ -10,11 +10,11 @@ from typing import Literal
 import msgspec
 
 from pagemill_api.dialects.registry import dialect_of
-from pagemill_gateway.brain.interface import DEFAULT_TICKET, Assignment, FailureKind, QueueTicket, Target
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.report.outcomes import CLIENT_CLOSED, Outcome, outcome_of
 from pagemill_protocol.request.generate import FinishReason, FrameMeta, GenerateRequest, Usage
 from pagemill_protocol.request.sampling import SamplingParams, is_low_priority
+from pagemill_routing.brain.interface import DEFAULT_TICKET, Assignment, FailureKind, QueueTicket, Target
 from pagemill_servers.keys.caller import Caller
 
 

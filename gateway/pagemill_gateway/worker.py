@@ -1,7 +1,7 @@
 """The parts between a client's connection and an engine's, in one object that the routes of the data port share.
 
 It is opened inside the event loop and closed after the drain. The parts that exist once in a gateway are in
-`control_process`, in this process or another one. A worker calls them through `brain.interface`, `limits.store` and
+`control_process`, in this process or another one. A worker calls them through `pagemill_routing.brain.interface`, `limits.store` and
 `ports`, and shares no state with them.
 """
 
@@ -14,7 +14,6 @@ import sys
 from starlette.types import ASGIApp
 
 from pagemill_api.grammars.check import CHECKS
-from pagemill_gateway.admission.in_flight_limit import InFlightLimit, RunningRequests
 from pagemill_gateway.batches.directory import DirectoryStore
 from pagemill_gateway.batches.idle import IdleCapacity
 from pagemill_gateway.batches.line_sender import LineSender
@@ -22,9 +21,9 @@ from pagemill_gateway.batches.resources import BatchResources
 from pagemill_gateway.batches.runner import BatchRunner
 from pagemill_gateway.batches.service import Batches
 from pagemill_gateway.batches.store import BatchStore
-from pagemill_gateway.brain.interface import Brain
 from pagemill_gateway.config import BatchesConfig, GatewayConfig, RedisConfig, open_keys_file
 from pagemill_gateway.discovery.bundles import BundleError, Bundles
+from pagemill_gateway.limits.in_flight_limit import InFlightLimit, RunningRequests
 from pagemill_gateway.limits.limiter import Limiter
 from pagemill_gateway.limits.store import Store
 from pagemill_gateway.metrics.worker import WorkerMetrics
@@ -34,6 +33,7 @@ from pagemill_gateway.relay.preparation import RequestPreparation
 from pagemill_gateway.relay.relay import Relay
 from pagemill_gateway.relay.upstream import Upstream
 from pagemill_protocol.errors import PagemillError
+from pagemill_routing.brain.interface import Brain
 from pagemill_servers.keys.caller import Caller
 from pagemill_servers.keys.ring import KeyRing
 from pagemill_servers.tracing.tracing import open_tracing

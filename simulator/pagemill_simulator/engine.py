@@ -17,7 +17,7 @@ from pagemill_engine.config import EngineConfig
 from pagemill_engine.ipc.messages import StepOutputs
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.loop.step_timer import StepTimer
-from pagemill_engine.scheduler.step import StepPlan
+from pagemill_execution.step import StepPlan
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.report.state import StepTimeParams
 from pagemill_protocol.report.step_time import StepTimeModel

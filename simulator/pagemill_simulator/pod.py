@@ -12,10 +12,10 @@ from functools import partial
 import msgspec
 
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.executing.base import RunnerInfo
-from pagemill_engine.executing.null import DEFAULT_STEP_TIME
 from pagemill_engine.ipc.messages import StepOutputs
-from pagemill_engine.sizing.kv_sizes import CacheBlocks
+from pagemill_execution.runners.base import RunnerInfo
+from pagemill_execution.runners.null import DEFAULT_STEP_TIME
+from pagemill_execution.sizing.kv_sizes import CacheBlocks
 from pagemill_protocol.hashes import HASH_VERSION, NO_HASHES
 from pagemill_protocol.report.adapters import AdapterSlots
 from pagemill_protocol.report.cache_kinds import ONE_KIND, chunk_blocks, further_chunk_blocks

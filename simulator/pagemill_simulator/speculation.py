@@ -11,12 +11,13 @@ from collections.abc import Callable
 
 import msgspec
 
-from pagemill_engine.config import EngineConfig, SpeculationConfig
-from pagemill_engine.executing.null import NullRunner
+from pagemill_engine.config import EngineConfig
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.proposing.base import KnownTokens
 from pagemill_engine.scheduler.proposals import Proposals
-from pagemill_engine.scheduler.step import StepPlan
+from pagemill_execution.config import SpeculationConfig
+from pagemill_execution.runners.null import NullRunner
+from pagemill_execution.step import StepPlan
 from pagemill_protocol.report.state import StepTimeParams
 
 RIGHT, WRONG = 1, 0

@@ -18,8 +18,8 @@ from routers.pod import FRAME_INTERVAL_S, Kind, Pod
 from routers.stage import Cores
 from waiting import START_LIMIT_S
 
-from pagemill_gateway.brain.placement.prefix_index import PrefixIndex
 from pagemill_protocol.frames import StateDecoder
+from pagemill_routing.brain.placement.prefix_index import PrefixIndex
 
 SIZE = Size(3, 0.2, num_prefix_chunks=64, num_shared=16, steps_per_s=20.0, churn=2, num_restarts=1, num_workers=1)
 

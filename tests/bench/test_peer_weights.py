@@ -12,7 +12,7 @@ from gguf.quants import dequantize, quantize
 from peers import weights
 
 from pagemill_api.text.tokenizer import Tokenizer
-from pagemill_engine.weights.opening import open_weights
+from pagemill_execution.weights.opening import open_weights
 from pagemill_kernels.torch_arrays import from_torch
 from pagemill_models.sources import resolve_source
 from pagemill_models.spec.model_files import load_model_spec

@@ -12,7 +12,7 @@ from pagemill.planning.accelerators import find_accelerator
 from pagemill.planning.headers import header_of
 from pagemill.planning.placement import GpuPlacement, place
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.sizing.budget import GPU_SHARE
+from pagemill_execution.sizing.budget import GPU_SHARE
 
 GIB = 1024**3
 LLAMA_7B: dict[str, Any] = {

@@ -25,8 +25,8 @@ from pagemill.planning.forecast import PlannedWorkload, forecast
 from pagemill.planning.replica import COMPUTE_SHARE, MEMORY_SHARE, STEP_OVERHEAD_MS, PlannedReplica, step_time
 from pagemill.planning.simulated_latencies import simulate_latencies
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.sizing.budget import Sizes
-from pagemill_engine.sizing.sizing import sizes_here
+from pagemill_execution.sizing.budget import Sizes
+from pagemill_execution.sizing.sizing import sizes_here
 from pagemill_models.sources import resolve_source
 from pagemill_models.spec.decoders import decoder_from_config
 from pagemill_models.spec.model_files import load_model_spec

@@ -20,7 +20,7 @@ from pagemill.planning.replica import MEMORY_SHARE
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.loop.step_timer import StepTimer
-from pagemill_engine.scheduler.step import StepPlan
+from pagemill_execution.step import StepPlan
 from pagemill_protocol.report.prediction import OfferedLoad, Predictor
 from pagemill_protocol.report.shape import Shape
 from pagemill_protocol.report.state import StepTimeParams

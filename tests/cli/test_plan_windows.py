@@ -17,7 +17,7 @@ from pagemill.planning.choosing import load_one
 from pagemill.planning.replica import ReplicaOptions, engine_config, replica_of
 from pagemill.simulation.fleet import FleetOptions, bounds_of, fleet_of
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.sizing.kv_sizes import CacheBlocks, cache_kinds
+from pagemill_execution.sizing.kv_sizes import CacheBlocks, cache_kinds
 from pagemill_kernels.kv_store.kinds import KVType
 from pagemill_models.spec.model_files import load_model_spec
 from pagemill_operator.autoscaler.settings import Slo

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from pagemill.commands.serve import budget_table
-from pagemill_engine.ipc.messages import MemoryBudget
+from pagemill_execution.sizing.memory import MemoryBudget
 
 sizes = st.integers(0, 80 * 1024**3)
 

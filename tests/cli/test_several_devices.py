@@ -120,7 +120,7 @@ def said(server: Running, text: str) -> str | None:
 
 def followers(pid: int) -> list[psutil.Process]:
     found = psutil.Process(pid).children(recursive=True)
-    return [each for each in found if "pagemill_engine.starting.rank_process" in each.cmdline()]
+    return [each for each in found if "pagemill_execution.starting.rank_process" in each.cmdline()]
 
 
 def busiest(ranks: list[psutil.Process]) -> psutil.Process:

@@ -12,8 +12,8 @@ import pytest
 from kv_machine import overlapped
 from recurrent_rows import RecurrentRows
 
-from pagemill_engine.executing.base import RunnerInfo
-from pagemill_engine.scheduler.step import StepPlan, StepResult, TableChanges, TokenLogprobs
+from pagemill_execution.runners.base import RunnerInfo
+from pagemill_execution.step import StepPlan, StepResult, TableChanges, TokenLogprobs
 from pagemill_protocol.report.cache_kinds import FULL, CacheKind
 
 

@@ -14,12 +14,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from examples import num_examples
-from pagemill_engine.config import EngineConfig, SpeculationConfig
+from pagemill_engine.config import EngineConfig
 from pagemill_engine.kv.block_pool import KVCacheError
 from pagemill_engine.kv.manager import CacheManager
 from pagemill_engine.kv.tables import KindTable
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.scheduler.beams import most_blocks
+from pagemill_execution.config import SpeculationConfig
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_protocol.request.sampling import SamplingParams

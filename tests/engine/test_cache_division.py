@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from pagemill_engine.config import StepLimits
-from pagemill_engine.sizing.kv_sizes import CacheBlocks, bytes_beside, divide, longest_request
-from pagemill_engine.weights.errors import LoadError
+from pagemill_execution.config import StepLimits
+from pagemill_execution.sizing.kv_sizes import CacheBlocks, bytes_beside, divide, longest_request
+from pagemill_execution.weights.errors import LoadError
 from pagemill_protocol.report.cache_kinds import CacheKind, most_held, sequence_bytes
 
 KIB, MIB = 1024, 1024**2

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from tcp_ranks import tcp_groups
 
 from examples import num_examples
-from pagemill_engine.executing.ranks.divided_logits import DividedLogits
-from pagemill_engine.sampling.rows import SamplingRows
-from pagemill_engine.scheduler.step import AdmittedSequence
+from pagemill_execution.runners.ranks.divided_logits import DividedLogits
+from pagemill_execution.sampling.rows import SamplingRows
+from pagemill_execution.step import AdmittedSequence
 from pagemill_kernels.arrays import Array
 from pagemill_kernels.cpu import library
 from pagemill_kernels.sampling import native, reference

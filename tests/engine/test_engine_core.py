@@ -11,12 +11,12 @@ import msgspec
 import pytest
 
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.executing.null import DEFAULT_STEP_TIME, NullRunner
 from pagemill_engine.ipc.messages import TokensOut
 from pagemill_engine.kv.integrity import IntegrityError
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.loop.warmup import Calibration, SelfTestError, probe, self_test
-from pagemill_engine.scheduler.step import StepPlan
+from pagemill_execution.runners.null import DEFAULT_STEP_TIME, NullRunner
+from pagemill_execution.step import StepPlan
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.report.step_time import StepTimeModel
 from pagemill_protocol.request.generate import ChoiceResume, GenerateRequest

@@ -23,7 +23,6 @@ from hung_processes import hang
 from waiting import START_LIMIT_S, WAIT_LIMIT_S, eventually
 
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.executing.errors import DeviceLostError
 from pagemill_engine.ipc import channels
 from pagemill_engine.ipc import process as process_module
 from pagemill_engine.ipc.channels import EngineChannel, EngineDied
@@ -43,8 +42,9 @@ from pagemill_engine.kv.integrity import IntegrityError
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.loop.process import EngineFault, EngineLoop, fatal_of, serve
 from pagemill_engine.loop.warmup import SelfTestError
-from pagemill_engine.starting import factory
-from pagemill_engine.starting.factory import LoadError
+from pagemill_execution.runners.errors import DeviceLostError
+from pagemill_execution.starting import factory
+from pagemill_execution.starting.factory import LoadError
 from pagemill_protocol.report.state import StepTimeParams
 from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_protocol.request.sampling import SamplingParams
@@ -99,7 +99,7 @@ def test_nothing_slow_is_imported_before_the_engine_process_starts() -> None:
 def test_the_engine_process_handles_neither_text_nor_json() -> None:
     """The HTTP process detokenizes, finds stop strings and renders, so that none of it delays a step."""
     code = (
-        "import sys, pagemill_engine.loop.process, pagemill_engine.starting.load_cpu; "
+        "import sys, pagemill_engine.loop.process, pagemill_execution.starting.load_cpu; "
         "texts = ('pagemill_engine.output', 'pagemill_engine.server', 'pagemill_api.text', "
         "'pagemill_api.openai', 'tokenizers', 'starlette', 'uvicorn', 'pydantic'); "
         "assert not [name for name in sys.modules if name.startswith(texts)]"

@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.executing.null import NullRunner, StepPlanError
-from pagemill_engine.executing.sleep import SleepError
 from pagemill_engine.ipc.channels import EngineChannel
 from pagemill_engine.ipc.messages import AddRequest, Awake, Ready, Sleep, Slept, StepOutputs, TokensOut, Wake
 from pagemill_engine.ipc.process import EngineProcess
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.loop.process import EngineFault, EngineLoop, release_memory
-from pagemill_engine.scheduler.step import StepPlan
+from pagemill_execution.runners.null import NullRunner, StepPlanError
+from pagemill_execution.runners.sleep import SleepError
+from pagemill_execution.step import StepPlan
 from pagemill_protocol.report.state import StepTimeParams
 from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_protocol.request.sampling import SamplingParams

@@ -14,13 +14,13 @@ import pytest
 from kv_machine import Row
 
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.executing.base import RunnerInfo
 from pagemill_engine.kv.integrity import check_integrity
 from pagemill_engine.kv.manager import CacheManager
 from pagemill_engine.kv.states import States
 from pagemill_engine.limits import SchedulerLimits
 from pagemill_engine.loop.core import EngineCore
-from pagemill_engine.scheduler.step import StepPlan, StepResult
+from pagemill_execution.runners.base import RunnerInfo
+from pagemill_execution.step import StepPlan, StepResult
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.report.cache_kinds import CacheKind, most_of_first
 from pagemill_protocol.request.generate import GenerateRequest

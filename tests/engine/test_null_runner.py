@@ -7,10 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from pagemill_engine.config import EngineConfig, SimulatedKinds
-from pagemill_engine.executing.null import NullRunner, StepPlanError
+from pagemill_engine.config import EngineConfig
 from pagemill_engine.loop.core import EngineCore
-from pagemill_engine.scheduler.step import AdmittedSequence, HeldBlocks, StepPlan, TableChanges
+from pagemill_execution.config import SimulatedKinds
+from pagemill_execution.runners.null import NullRunner, StepPlanError
+from pagemill_execution.step import AdmittedSequence, HeldBlocks, StepPlan, TableChanges
 from pagemill_protocol.report.cache_kinds import CacheKind
 from pagemill_protocol.report.state import StepTimeParams
 from pagemill_protocol.request.generate import GenerateRequest

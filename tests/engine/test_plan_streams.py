@@ -16,7 +16,7 @@ import pytest
 from step_workloads import BLOCK_SIZE, MAX_MODEL_LEN, a_config, a_request
 
 from pagemill_engine.loop.core import EngineCore
-from pagemill_engine.scheduler.step import (
+from pagemill_execution.step import (
     AdmittedSequence,
     HeldBlocks,
     PromptTargets,

@@ -12,12 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from packages import install_package
 
-from pagemill_engine.config import EngineConfig, SpeculationConfig
+from pagemill_engine.config import EngineConfig
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.proposing import recent_answers
 from pagemill_engine.proposing.recent_answers import RecentAnswers
 from pagemill_engine.vllm_speculation import speculative_of
-from pagemill_engine.weights.errors import LoadError
+from pagemill_execution.config import SpeculationConfig
+from pagemill_execution.weights.errors import LoadError
 from pagemill_protocol.report.state import StepTimeParams
 from pagemill_protocol.report.step_time import StepTimeModel
 from pagemill_protocol.request.generate import GenerateRequest

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pagemill_engine.executing.ranks import identity
-from pagemill_engine.executing.ranks.identity import RankIdentity
+from pagemill_execution.runners.ranks import identity
+from pagemill_execution.runners.ranks.identity import RankIdentity
 
 
 def test_ranks_compare_the_version_of_the_engines_own_package(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from pagemill_engine.executing.ranks.speeds import (
+from pagemill_execution.runners.ranks.speeds import (
     WINDOW_S,
     WINDOW_STEPS,
     WINDOWS,

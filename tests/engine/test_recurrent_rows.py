@@ -21,7 +21,7 @@ from pagemill_engine.config import EngineConfig
 from pagemill_engine.kv.states import States
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.scheduler.proposals import Proposals
-from pagemill_engine.scheduler.step import StepPlan
+from pagemill_execution.step import StepPlan
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_protocol.request.sampling import SamplingParams

@@ -11,12 +11,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from examples import num_examples
-from pagemill_engine.config import EngineConfig, SpeculationConfig
+from pagemill_engine.config import EngineConfig
 from pagemill_engine.kv.block_pool import BlockPool, KVCacheError
 from pagemill_engine.kv.manager import CacheManager
 from pagemill_engine.kv.prefix_cache import PrefixCache
 from pagemill_engine.kv.tables import KindTable, Match
 from pagemill_engine.loop.core import EngineCore
+from pagemill_execution.config import SpeculationConfig
 from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_protocol.request.sampling import LOW_PRIORITY, SamplingParams
 

@@ -12,7 +12,7 @@ from pagemill_engine.ipc.messages import TokensOut
 from pagemill_engine.kv.integrity import check_integrity
 from pagemill_engine.limits import SchedulerLimits
 from pagemill_engine.scheduler.scheduler import Scheduler
-from pagemill_engine.scheduler.step import StepPlan, StepResult
+from pagemill_execution.step import StepPlan, StepResult
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.request.generate import ChoiceResume, GenerateRequest
 from pagemill_protocol.request.sampling import SamplingParams

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from examples import num_examples
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.executing.null import NullRunner
 from pagemill_engine.limits import SchedulerLimits
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.scheduler.order import POLICIES
 from pagemill_engine.scheduler.order.priority import LEVEL_S
 from pagemill_engine.scheduler.order.shortest_prefill_first import TOKEN_MS
 from pagemill_engine.scheduler.scheduler import Scheduler
-from pagemill_engine.scheduler.step import StepPlan, StepResult
+from pagemill_execution.runners.null import NullRunner
+from pagemill_execution.step import StepPlan, StepResult
 from pagemill_protocol.report.state import StepTimeParams
 from pagemill_protocol.report.step_time import StepTimeModel
 from pagemill_protocol.request.generate import GenerateRequest

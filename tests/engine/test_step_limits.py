@@ -10,14 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagemill_engine.config import CPU_STEP, EngineConfig, StepLimits
-from pagemill_engine.executing.null import NullRunner
+from pagemill_engine.config import EngineConfig
 from pagemill_engine.limits import SchedulerLimits
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.loop.limits import scheduler_limits
-from pagemill_engine.sizing.budget import Sizes, activation_bytes, plan_memory
-from pagemill_engine.sizing.memory import MemoryState
-from pagemill_engine.sizing.step_limits import GPU_STEPS, choose_step_limits
+from pagemill_execution.config import CPU_STEP, StepLimits
+from pagemill_execution.runners.null import NullRunner
+from pagemill_execution.sizing.budget import Sizes, activation_bytes, plan_memory
+from pagemill_execution.sizing.memory import MemoryState
+from pagemill_execution.sizing.step_limits import GPU_STEPS, choose_step_limits
 from pagemill_models.spec.decoders import decoder_from_config
 from pagemill_models.spec.model_spec import ModelSpec
 

@@ -10,11 +10,11 @@ import pytest
 from waiting import WAIT_LIMIT_S
 
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.executing.base import RunnerInfo
-from pagemill_engine.executing.eager import ThreadedRunner
-from pagemill_engine.executing.errors import StepSkippedError
 from pagemill_engine.loop.core import EngineCore
-from pagemill_engine.scheduler.step import StepPlan, StepResult
+from pagemill_execution.runners.base import RunnerInfo
+from pagemill_execution.runners.eager import ThreadedRunner
+from pagemill_execution.runners.errors import StepSkippedError
+from pagemill_execution.step import StepPlan, StepResult
 from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_protocol.request.sampling import SamplingParams
 

@@ -33,7 +33,6 @@ from waiting import eventually
 from pagemill_gateway.batches import job as batch_job
 from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.processes.server import Gateway, listening
-from pagemill_gateway.routing import policies
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.engine_token import derive_token
 from pagemill_protocol.frames import STATE_CONTENT_TYPE, encode_state
@@ -42,6 +41,7 @@ from pagemill_protocol.report.adapters import AdapterSlots
 from pagemill_protocol.report.state import Digests, EngineLoad, StateFrame, StepTimeParams
 from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_protocol.versions import protocol_headers
+from pagemill_routing.policies import policies
 from pagemill_servers.process.listening import bind, url_of
 
 MODEL = "tiny"

@@ -13,10 +13,6 @@ from hand_clock import Clock
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagemill_gateway.brain.brain import LocalBrain
-from pagemill_gateway.brain.endpoints.adapters import Adapters, AdapterUses
-from pagemill_gateway.brain.endpoints.dispatches import EXPIRY_S
-from pagemill_gateway.brain.interface import Assignment, RoutingRequest
 from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.discovery.catalog import check_catalog
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
@@ -24,6 +20,10 @@ from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.frames import StateDecoder, encode_state
 from pagemill_protocol.report.adapters import AdapterSlots, AdapterStatus
 from pagemill_protocol.report.state import Digests, EngineLoad, StateFrame, StepTimeParams
+from pagemill_routing.brain.brain import LocalBrain
+from pagemill_routing.brain.endpoints.adapters import Adapters, AdapterUses
+from pagemill_routing.brain.endpoints.dispatches import EXPIRY_S
+from pagemill_routing.brain.interface import Assignment, RoutingRequest
 from pagemill_servers.auth import hash_key
 
 NOTHING = frozenset[str]()

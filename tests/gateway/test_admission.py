@@ -7,12 +7,12 @@ import asyncio
 import pytest
 from waiting import WAIT_LIMIT_S
 
-from pagemill_gateway.admission.attempts import MAX_CRASHES, MAX_ENDS, MAX_FAILED_ATTEMPTS, RETRY_PAUSE_MAX_S, Attempts
-from pagemill_gateway.admission.in_flight_limit import InFlightLimit, RunningRequests
-from pagemill_gateway.brain.interface import Assignment, FailureKind
-from pagemill_gateway.relay.attempt_failures import UpstreamFailure, record_failure
-from pagemill_gateway.relay.engine_failures import EngineFailures
+from pagemill_gateway.limits.in_flight_limit import InFlightLimit, RunningRequests
 from pagemill_protocol.errors import PagemillError
+from pagemill_routing.attempts.attempt_failures import UpstreamFailure, record_failure
+from pagemill_routing.attempts.attempts import MAX_CRASHES, MAX_ENDS, MAX_FAILED_ATTEMPTS, RETRY_PAUSE_MAX_S, Attempts
+from pagemill_routing.attempts.engine_failures import EngineFailures
+from pagemill_routing.brain.interface import Assignment, FailureKind
 
 
 def test_the_gate_admits_up_to_its_limit_and_refuses_the_next_request_with_503() -> None:

@@ -19,7 +19,6 @@ from redis_server import RedisServer, redis_server
 from waiting import eventually
 
 from examples import num_examples
-from pagemill_gateway.brain.interface import Assignment, HashScheme, Target
 from pagemill_gateway.config import RedisConfig
 from pagemill_gateway.limits.limiter import Limiter, Reservation
 from pagemill_gateway.limits.memory import MemoryStore
@@ -34,6 +33,7 @@ from pagemill_gateway.request_record import RequestRecord
 from pagemill_protocol.request.continuing import PROGRESS_TOKENS, can_be_continued
 from pagemill_protocol.request.generate import FrameMeta, GenerateRequest, Usage
 from pagemill_protocol.request.sampling import SamplingParams
+from pagemill_routing.brain.interface import Assignment, HashScheme, Target
 from pagemill_servers.keys.caller import Caller, Limits
 
 CONTEXT, PROMPT = 2000, 7

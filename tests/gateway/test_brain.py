@@ -8,14 +8,14 @@ from collections import Counter
 import pytest
 from hand_clock import Clock
 
-from pagemill_gateway.brain.brain import LocalBrain
-from pagemill_gateway.brain.endpoints.reports import EXTERNAL_WINDOW, StateGap
-from pagemill_gateway.brain.interface import Assignment, RoutingRequest
-from pagemill_gateway.brain.resilience.ejection import Ejection
 from pagemill_gateway.config import GatewayConfig
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.report.state import Digests, EngineLoad, StateFrame
+from pagemill_routing.brain.brain import LocalBrain
+from pagemill_routing.brain.endpoints.reports import EXTERNAL_WINDOW, StateGap
+from pagemill_routing.brain.interface import Assignment, RoutingRequest
+from pagemill_routing.brain.resilience.ejection import Ejection
 
 NOTHING = frozenset[str]()
 

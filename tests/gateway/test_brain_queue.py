@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from queued_world import BLOCK, Pod, World, limits, served, settle, spawn
 
 from examples import num_examples
-from pagemill_gateway.brain.interface import (
+from pagemill_protocol.catalog import Catalog, Endpoint
+from pagemill_protocol.errors import PagemillError
+from pagemill_routing.brain.interface import (
     Assignment,
     CompletedRequest,
     FailureKind,
@@ -23,10 +25,8 @@ from pagemill_gateway.brain.interface import (
     RetryContext,
     RoutingRequest,
 )
-from pagemill_gateway.brain.placement.requests import PlacementRequest, make_placement_request
-from pagemill_gateway.brain.queue.deployment_queue import UNKNOWN_WAIT_S
-from pagemill_protocol.catalog import Catalog, Endpoint
-from pagemill_protocol.errors import PagemillError
+from pagemill_routing.brain.placement.requests import PlacementRequest, make_placement_request
+from pagemill_routing.brain.queue.deployment_queue import UNKNOWN_WAIT_S
 
 
 async def test_a_request_for_an_idle_deployment_is_placed_without_yielding() -> None:

@@ -11,20 +11,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from pagemill_gateway.admission.output_tokens import PRIOR_TOKENS, OutputTokens
-from pagemill_gateway.admission.reservations import (
+from pagemill_protocol.catalog import Endpoint
+from pagemill_protocol.report.cache_kinds import ONE_KIND, CacheKind, one_kind
+from pagemill_protocol.report.state import EngineLoad, KindBytes, StateFrame
+from pagemill_routing.admission.output_tokens import PRIOR_TOKENS, OutputTokens
+from pagemill_routing.admission.reservations import (
     BASE_PAUSE_S,
     MAX_PAUSE_S,
     CapacityNeed,
     RefusalBackoff,
     Reservations,
 )
-from pagemill_gateway.brain.endpoints.record import EndpointRecord, has_capacity
-from pagemill_gateway.brain.endpoints.reports import EndpointReports
-from pagemill_gateway.brain.queue.deployment_queue import UNKNOWN_WAIT_S, DrainRate
-from pagemill_protocol.catalog import Endpoint
-from pagemill_protocol.report.cache_kinds import ONE_KIND, CacheKind, one_kind
-from pagemill_protocol.report.state import EngineLoad, KindBytes, StateFrame
+from pagemill_routing.brain.endpoints.record import EndpointRecord, has_capacity
+from pagemill_routing.brain.endpoints.reports import EndpointReports
+from pagemill_routing.brain.queue.deployment_queue import UNKNOWN_WAIT_S, DrainRate
 
 
 class Engine:

@@ -16,17 +16,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagemill_gateway.brain.interface import (
-    DEFAULT_TICKET,
-    Assignment,
-    CompletedRequest,
-    HashScheme,
-    QueueTicket,
-    RequestOutcome,
-    RetryContext,
-    RoutingRequest,
-    Target,
-)
 from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.control_process import ControlProcess
 from pagemill_gateway.discovery.last_known import LastKnown, write_last_known
@@ -41,6 +30,17 @@ from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.metrics import GATEWAY_IN_FLIGHT, GATEWAY_REQUESTS, Sample
 from pagemill_protocol.report.state import Digests, EngineLoad, StateFrame
 from pagemill_protocol.resource.served import QueueLimits
+from pagemill_routing.brain.interface import (
+    DEFAULT_TICKET,
+    Assignment,
+    CompletedRequest,
+    HashScheme,
+    QueueTicket,
+    RequestOutcome,
+    RetryContext,
+    RoutingRequest,
+    Target,
+)
 from pagemill_servers.keys.caller import Caller, Limits
 
 TARGET = Target("default/d", "m", "bundle", 100, None, "deployment", HashScheme("w", "f16", 16, 4))

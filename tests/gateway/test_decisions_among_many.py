@@ -13,20 +13,20 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from examples import num_examples
-from pagemill_gateway.brain.brain import LocalBrain
-from pagemill_gateway.brain.endpoints.record import EndpointRecord
-from pagemill_gateway.brain.interface import Assignment, CompletedRequest, FailureKind, RoutingRequest
-from pagemill_gateway.brain.placement.candidates import candidate_of
 from pagemill_gateway.config import GatewayConfig
-from pagemill_gateway.routing.cost import NEAR_MS, NEAR_SHARE, CostPolicy
-from pagemill_gateway.routing.cost_table import LEAST_PODS, CostTable
-from pagemill_gateway.routing.cost_terms import HARM_SHARE, CostBasis, cost_basis_of, cost_terms
-from pagemill_gateway.routing.policy import Candidate, CandidateList, RequestView, least_busy
-from pagemill_gateway.routing.report import PodReport
-from pagemill_gateway.routing.step_time_snapshot import StepTimeSnapshot, take_snapshot
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.report.state import Digests, EngineLoad, StateFrame, StepTimeParams
 from pagemill_protocol.report.step_time import StepTimeModel
+from pagemill_routing.brain.brain import LocalBrain
+from pagemill_routing.brain.endpoints.record import EndpointRecord
+from pagemill_routing.brain.interface import Assignment, CompletedRequest, FailureKind, RoutingRequest
+from pagemill_routing.brain.placement.candidates import candidate_of
+from pagemill_routing.policies.cost import NEAR_MS, NEAR_SHARE, CostPolicy
+from pagemill_routing.policies.cost_table import LEAST_PODS, CostTable
+from pagemill_routing.policies.cost_terms import HARM_SHARE, CostBasis, cost_basis_of, cost_terms
+from pagemill_routing.policies.policy import Candidate, CandidateList, RequestView, least_busy
+from pagemill_routing.policies.report import PodReport
+from pagemill_routing.policies.step_time_snapshot import StepTimeSnapshot, take_snapshot
 
 SESSION_MS = 50.0
 CHUNK_TOKENS = 64

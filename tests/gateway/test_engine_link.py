@@ -15,9 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from waiting import WAIT_LIMIT_S, eventually
 
-from pagemill_gateway.brain.interface import Liveness
 from pagemill_gateway.relay.answer_stream import Frame
-from pagemill_gateway.relay.attempt_failures import UpstreamFailure
 from pagemill_gateway.relay.engine_link import RECORDS_PER_ITERATION, Backlog, EngineLink, LinkStream, LinkTimeouts
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.frames import encode_frame
@@ -33,6 +31,8 @@ from pagemill_protocol.link import (
     encode_record,
 )
 from pagemill_protocol.request.generate import FrameMeta, Usage
+from pagemill_routing.attempts.attempt_failures import UpstreamFailure
+from pagemill_routing.brain.interface import Liveness
 
 LAST = encode_frame(FrameMeta(last=True, usage=Usage(1, 2)), b"data: [DONE]\n\n")
 PATIENT = LinkTimeouts(60.0, 60.0)

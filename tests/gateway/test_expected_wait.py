@@ -14,16 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from waiting import WAIT_LIMIT_S
 
-from pagemill_gateway.admission.fair_queue import FairQueue, Waiter
-from pagemill_gateway.brain.brain import LocalBrain
-from pagemill_gateway.brain.endpoints.deployment import START_TIMING_LIMIT_S, StartEstimator
-from pagemill_gateway.brain.interface import Assignment, CompletedRequest, QueueTicket, RoutingRequest
 from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.relay.keep_alive import KeepAlive
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.report.state import Digests, StateFrame
 from pagemill_protocol.resource.served import QueueLimits
+from pagemill_routing.admission.fair_queue import FairQueue, Waiter
+from pagemill_routing.brain.brain import LocalBrain
+from pagemill_routing.brain.endpoints.deployment import START_TIMING_LIMIT_S, StartEstimator
+from pagemill_routing.brain.interface import Assignment, CompletedRequest, QueueTicket, RoutingRequest
 
 # -- starts ------------------------------------------------------------------------------------------------------------
 

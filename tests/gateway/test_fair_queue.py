@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from examples import num_examples
-from pagemill_gateway.admission.fair_queue import MAX_KEPT, MAX_START_TAGS, FairQueue, Waiter
+from pagemill_routing.admission.fair_queue import MAX_KEPT, MAX_START_TAGS, FairQueue, Waiter
 
 
 def waiter(key: str = "", at: float = 0.0, *, priority: int = 0, cost: int = 10, size: int = 1, **fields) -> Waiter:

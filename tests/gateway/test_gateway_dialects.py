@@ -10,11 +10,11 @@ import msgspec
 import pytest
 
 from pagemill_api.dialects.transport import NDJSON
-from pagemill_gateway.relay.attempt_failures import UpstreamFailure
 from pagemill_gateway.relay.sinks import StreamSink
 from pagemill_protocol.catalog import Catalog
 from pagemill_protocol.frames import encode_frame
 from pagemill_protocol.request.generate import FrameMeta, Usage
+from pagemill_routing.attempts.attempt_failures import UpstreamFailure
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 TENSOR = {"name": "text_input", "shape": [1], "datatype": "BYTES", "data": ["hi"]}

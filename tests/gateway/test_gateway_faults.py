@@ -13,11 +13,11 @@ import msgspec
 import pytest
 
 from pagemill_api.openai import render
-from pagemill_gateway.admission import reservations
 from pagemill_protocol.errors import error_body, unavailable
 from pagemill_protocol.frames import encode_frame
 from pagemill_protocol.request.generate import FrameMeta
 from pagemill_protocol.resource.served import QueueLimits
+from pagemill_routing.admission import reservations
 
 
 def num_requests(engines) -> list[int]:

@@ -9,13 +9,13 @@ import msgspec
 import pytest
 from waiting import WAIT_LIMIT_S
 
-from pagemill_gateway.brain.brain import LocalBrain
-from pagemill_gateway.brain.endpoints.registry import ChangeNotifier
-from pagemill_gateway.brain.interface import RoutingRequest
 from pagemill_gateway.config import GatewayConfig
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.report.state import StateFrame
+from pagemill_routing.brain.brain import LocalBrain
+from pagemill_routing.brain.endpoints.registry import ChangeNotifier
+from pagemill_routing.brain.interface import RoutingRequest
 
 
 def num_served(engines) -> list[int]:

@@ -12,9 +12,9 @@ import pytest
 
 from pagemill_gateway.engine_http.connecting import CannotConnect, Origin, origin_of
 from pagemill_gateway.engine_http.engine_connection import ConnectionBroken
-from pagemill_gateway.relay.attempt_failures import UpstreamFailure
 from pagemill_gateway.relay.engine_link import LinkTimeouts
 from pagemill_gateway.relay.links import Links
+from pagemill_routing.attempts.attempt_failures import UpstreamFailure
 
 SWITCHED = b"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: x\r\n\r\n"
 NUM_REQUESTS = 40

@@ -11,11 +11,6 @@ import pytest
 from load_stream import load_frames
 from waiting import WAIT_LIMIT_S
 
-from pagemill_gateway.brain.endpoints.pod_reports import read_report
-from pagemill_gateway.brain.endpoints.registry import Registry
-from pagemill_gateway.brain.load.measure import measure_load
-from pagemill_gateway.brain.load.traffic import TrafficMeter
-from pagemill_gateway.brain.queue.queues import Queues
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.frames import StateDecoder, encode_state
 from pagemill_protocol.report.load import DeploymentLoad, EngineReport, EngineStart
@@ -23,6 +18,11 @@ from pagemill_protocol.report.state import EngineLoad, SlowRank, StateFrame, Ste
 from pagemill_protocol.request.sampling import LOW_PRIORITY
 from pagemill_protocol.resource.served import QueueLimits
 from pagemill_protocol.versions import protocol_headers
+from pagemill_routing.brain.endpoints.pod_reports import read_report
+from pagemill_routing.brain.endpoints.registry import Registry
+from pagemill_routing.brain.load.measure import measure_load
+from pagemill_routing.brain.load.traffic import TrafficMeter
+from pagemill_routing.brain.queue.queues import Queues
 
 
 def registry_with(*loads: EngineLoad | None) -> Registry:

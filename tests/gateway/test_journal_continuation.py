@@ -23,19 +23,6 @@ from examples import num_examples
 from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_engine.ipc.messages import LogprobsOut, TokensOut
 from pagemill_engine.output.processor import Frame, OutputProcessor
-from pagemill_gateway.admission.attempts import MAX_ENDS
-from pagemill_gateway.brain.interface import (
-    DEFAULT_TICKET,
-    Assignment,
-    CompletedRequest,
-    FailureKind,
-    HashScheme,
-    Liveness,
-    QueueTicket,
-    RetryContext,
-    RoutingRequest,
-    Target,
-)
 from pagemill_gateway.metrics.worker import WorkerMetrics
 from pagemill_gateway.relay.answer_stream import AskLiveness
 from pagemill_gateway.relay.delivery import AnswerBroken
@@ -48,6 +35,19 @@ from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.frames import encode_frame
 from pagemill_protocol.request.generate import ChoiceResume, FrameMeta, GenerateRequest, Usage
 from pagemill_protocol.request.sampling import SamplingParams
+from pagemill_routing.attempts.attempts import MAX_ENDS
+from pagemill_routing.brain.interface import (
+    DEFAULT_TICKET,
+    Assignment,
+    CompletedRequest,
+    FailureKind,
+    HashScheme,
+    Liveness,
+    QueueTicket,
+    RetryContext,
+    RoutingRequest,
+    Target,
+)
 
 TEXTS = st.lists(st.text(alphabet="abé€😀 \n", min_size=1, max_size=25), min_size=1, max_size=3)
 STOPS = st.lists(st.text(alphabet="abé€ ", min_size=1, max_size=4), max_size=2)

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from pagemill_gateway.brain.resilience.recovery import FREE_RETRIES, WINDOW_S
-from pagemill_gateway.brain.resilience.slowness import SLOW_FACTOR
+from pagemill_routing.brain.resilience.recovery import FREE_RETRIES, WINDOW_S
+from pagemill_routing.brain.resilience.slowness import SLOW_FACTOR
 
 pytestmark = pytest.mark.slow
 

@@ -11,14 +11,14 @@ import pytest
 from redis_server import redis_server
 from waiting import eventually
 
-from pagemill_gateway.admission.attempts import MAX_CRASHES, MAX_FAULTS, Attempts
-from pagemill_gateway.brain.resilience.poison_memory import KEPT_S, MAX_KEPT, Poison, PoisonMemory
 from pagemill_gateway.config import RedisConfig
 from pagemill_gateway.relay.relay import content_of
 from pagemill_protocol.errors import ENGINE_CRASHED, rendering_failed, unavailable
 from pagemill_protocol.frames import encode_frame
 from pagemill_protocol.request.generate import FrameMeta, GenerateRequest
 from pagemill_protocol.request.sampling import SamplingParams
+from pagemill_routing.attempts.attempts import MAX_CRASHES, MAX_FAULTS, Attempts
+from pagemill_routing.brain.resilience.poison_memory import KEPT_S, MAX_KEPT, Poison, PoisonMemory
 from pagemill_servers.auth import hash_key
 
 NUM_POISON_TOKENS = 200

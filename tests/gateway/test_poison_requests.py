@@ -21,12 +21,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pagemill_api.openai import render
-from pagemill_gateway.brain.brain import LocalBrain
-from pagemill_gateway.brain.interface import Assignment, EngineFailureKind, RoutingRequest
 from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.metrics.worker import WorkerMetrics
 from pagemill_gateway.relay.answer_stream import AskLiveness
-from pagemill_gateway.relay.attempt_failures import UpstreamFailure
 from pagemill_gateway.relay.delivery import AnswerBroken
 from pagemill_gateway.relay.keep_alive import KeepAlive
 from pagemill_gateway.relay.relay import Relay
@@ -39,6 +36,9 @@ from pagemill_protocol.report.state import Digests, EngineLoad, StateFrame
 from pagemill_protocol.request.generate import FrameMeta, GenerateRequest, Usage
 from pagemill_protocol.request.sampling import SamplingParams
 from pagemill_protocol.resource.served import QueueLimits
+from pagemill_routing.attempts.attempt_failures import UpstreamFailure
+from pagemill_routing.brain.brain import LocalBrain
+from pagemill_routing.brain.interface import Assignment, EngineFailureKind, RoutingRequest
 
 STEP_S = 0.05
 SILENCE_S = 25.0

@@ -11,13 +11,13 @@ import pytest
 from msgspec.structs import replace
 from packages import install_package
 
-from pagemill_gateway.brain.brain import LocalBrain
-from pagemill_gateway.brain.interface import RoutingRequest
 from pagemill_gateway.config import GatewayConfig, SettingsError
-from pagemill_gateway.routing.policies import GROUP, RoutingPolicies
-from pagemill_gateway.routing.policy import Candidate, RequestView
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.report.state import StateFrame
+from pagemill_routing.brain.brain import LocalBrain
+from pagemill_routing.brain.interface import RoutingRequest
+from pagemill_routing.policies.policy import Candidate, RequestView
+from pagemill_routing.policies.registry import GROUP, RoutingPolicies
 
 PAGE = Path(__file__).parents[2] / "docs/how-to/see-why-a-request-went-there.md"
 NAME = "MostCached"

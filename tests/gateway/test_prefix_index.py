@@ -16,18 +16,18 @@ from pagemill_engine.ipc.messages import PrefixEvents
 from pagemill_engine.kv.manager import CacheManager
 from pagemill_engine.kv.prefix_cache import PrefixCache
 from pagemill_engine.server.phases.state_stream import StatePublisher
-from pagemill_gateway.brain.brain import LocalBrain
-from pagemill_gateway.brain.endpoints.dispatches import EXPIRY_S, Dispatch, Dispatches
-from pagemill_gateway.brain.endpoints.reports import StateGap
-from pagemill_gateway.brain.interface import RoutingRequest
-from pagemill_gateway.brain.placement.predictions import Predictions
-from pagemill_gateway.brain.placement.prefix_index import PrefixIndex
 from pagemill_gateway.config import GatewayConfig
 from pagemill_protocol import hashes
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.frames import StateDecoder
 from pagemill_protocol.report.cache_kinds import CacheKind, chunk_blocks, further_chunk_blocks, longest_match
 from pagemill_protocol.report.state import Digests, EngineLoad, StateFrame
+from pagemill_routing.brain.brain import LocalBrain
+from pagemill_routing.brain.endpoints.dispatches import EXPIRY_S, Dispatch, Dispatches
+from pagemill_routing.brain.endpoints.reports import StateGap
+from pagemill_routing.brain.interface import RoutingRequest
+from pagemill_routing.brain.placement.predictions import Predictions
+from pagemill_routing.brain.placement.prefix_index import PrefixIndex
 
 PODS = ("a", "b", "c")
 BLOCK_SIZE = 4

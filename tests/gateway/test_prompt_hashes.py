@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from pagemill_api.dialects.chat_completions.chat import ChatBody
 from pagemill_api.dialects.chat_completions.completions import CompletionsBody
 from pagemill_api.openai.schemas import ChatCompletionRequest, CompletionRequest
-from pagemill_gateway.brain.interface import HashScheme
 from pagemill_gateway.relay.preparation import prompt_keys, session_key
-from pagemill_gateway.relay.prompt_hashes import PromptHashes
 from pagemill_protocol import hashes
+from pagemill_routing.brain.interface import HashScheme
+from pagemill_routing.prompt_hashes import PromptHashes
 
 SCHEME = HashScheme("weights", "float16", 16, 4)
 

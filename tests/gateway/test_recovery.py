@@ -8,8 +8,12 @@ import random
 import pytest
 from hand_clock import Clock
 
-from pagemill_gateway.brain.brain import LocalBrain
-from pagemill_gateway.brain.interface import (
+from pagemill_gateway.config import GatewayConfig
+from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
+from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.report.state import Digests, StateFrame, StepTimeParams
+from pagemill_routing.brain.brain import LocalBrain
+from pagemill_routing.brain.interface import (
     OTHER_WEIGHTS,
     Assignment,
     CompletedRequest,
@@ -19,12 +23,8 @@ from pagemill_gateway.brain.interface import (
     RetryContext,
     RoutingRequest,
 )
-from pagemill_gateway.brain.resilience.recovery import FREE_RETRIES, RetryBudget
-from pagemill_gateway.brain.resilience.slowness import LEAST_SAMPLES, Slowness
-from pagemill_gateway.config import GatewayConfig
-from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
-from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.report.state import Digests, StateFrame, StepTimeParams
+from pagemill_routing.brain.resilience.recovery import FREE_RETRIES, RetryBudget
+from pagemill_routing.brain.resilience.slowness import LEAST_SAMPLES, Slowness
 
 
 @pytest.fixture

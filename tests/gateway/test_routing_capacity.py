@@ -11,13 +11,13 @@ import msgspec
 import pytest
 from hand_clock import Clock
 
-from pagemill_gateway.admission.output_tokens import PRIOR_TOKENS
-from pagemill_gateway.brain.brain import LocalBrain
-from pagemill_gateway.brain.interface import Assignment, CompletedRequest, QueueTicket, RoutingRequest
 from pagemill_gateway.config import GatewayConfig
 from pagemill_protocol import hashes
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.report.state import Digests, EngineLoad, StateFrame, StepTimeParams
+from pagemill_routing.admission.output_tokens import PRIOR_TOKENS
+from pagemill_routing.brain.brain import LocalBrain
+from pagemill_routing.brain.interface import Assignment, CompletedRequest, QueueTicket, RoutingRequest
 
 BLOCK, CHUNK = 16, 64
 FAST = StepTimeParams(knots_tokens=[1, 64, 512], knot_ms=[6.0, 8.0, 22.0])

@@ -10,17 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from pagemill_gateway.routing.cost import CostPolicy
-from pagemill_gateway.routing.policies import RoutingPolicies
-from pagemill_gateway.routing.policy import Candidate, RequestView, RoutingDecision
-from pagemill_gateway.routing.power_of_two import PowerOfTwo, drawn_pair
-from pagemill_gateway.routing.prefix_hash import PrefixHash, ring, ring_hash, within_load_bound
-from pagemill_gateway.routing.report import PodReport
-from pagemill_gateway.routing.round_robin import RoundRobin
-from pagemill_gateway.routing.step_time_snapshot import take_snapshot
-from pagemill_gateway.routing.weighted322 import Weighted322, queue_scores
 from pagemill_protocol.report.state import EngineLoad, StepTimeParams
 from pagemill_protocol.report.step_time import StepTimeModel
+from pagemill_routing.policies.cost import CostPolicy
+from pagemill_routing.policies.policy import Candidate, RequestView, RoutingDecision
+from pagemill_routing.policies.power_of_two import PowerOfTwo, drawn_pair
+from pagemill_routing.policies.prefix_hash import PrefixHash, ring, ring_hash, within_load_bound
+from pagemill_routing.policies.registry import RoutingPolicies
+from pagemill_routing.policies.report import PodReport
+from pagemill_routing.policies.round_robin import RoundRobin
+from pagemill_routing.policies.step_time_snapshot import take_snapshot
+from pagemill_routing.policies.weighted322 import Weighted322, queue_scores
 
 PLAIN = StepTimeModel.from_params(StepTimeParams(knots_tokens=[1, 101], knot_ms=[10.0, 110.0]))
 """9 ms for each step and 1 ms for each token."""

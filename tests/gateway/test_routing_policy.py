@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagemill_gateway.brain.brain import LocalBrain
-from pagemill_gateway.brain.interface import RoutingRequest
 from pagemill_gateway.config import GatewayConfig
-from pagemill_gateway.routing.least_request import LeastRequest
-from pagemill_gateway.routing.policy import Candidate, RequestView
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.report.state import StateFrame
+from pagemill_routing.brain.brain import LocalBrain
+from pagemill_routing.brain.interface import RoutingRequest
+from pagemill_routing.policies.least_request import LeastRequest
+from pagemill_routing.policies.policy import Candidate, RequestView
 
 NOTHING = frozenset[str]()
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from examples import num_examples
-from pagemill_gateway.admission.in_flight_limit import InFlightLimit
+from pagemill_gateway.limits.in_flight_limit import InFlightLimit
 from pagemill_gateway.routes.body import parsed_bytes
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.shares import TIMES_FREE, SharedLimit

@@ -10,14 +10,14 @@ import pytest
 from hand_clock import Clock
 from waiting import WAIT_LIMIT_S
 
-from pagemill_gateway.brain.brain import LocalBrain
-from pagemill_gateway.brain.interface import DEFAULT_TICKET, Assignment, RoutingRequest
 from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.metrics.control_process import ControlProcessMetrics
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.report.load import DeploymentLoad, EngineStart, PodCounts
 from pagemill_protocol.report.state import Digests, EngineLoad, StateFrame
+from pagemill_routing.brain.brain import LocalBrain
+from pagemill_routing.brain.interface import DEFAULT_TICKET, Assignment, RoutingRequest
 
 NOTHING = frozenset[str]()
 

@@ -22,9 +22,9 @@ from hung_processes import hang
 from light_model import light_model
 from waiting import START_LIMIT_S, busy_factor, event_in
 
-from pagemill_gateway.brain.brain import STALL_STEPS
 from pagemill_gateway.config import GatewayConfig
 from pagemill_protocol.catalog import Endpoint
+from pagemill_routing.brain.brain import STALL_STEPS
 
 pytestmark = pytest.mark.slow
 

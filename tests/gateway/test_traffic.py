@@ -7,8 +7,8 @@ from hand_clock import Clock
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagemill_gateway.brain.interface import RequestOutcome
-from pagemill_gateway.brain.load.traffic import WINDOW_S, TrafficMeter
+from pagemill_routing.brain.interface import RequestOutcome
+from pagemill_routing.brain.load.traffic import WINDOW_S, TrafficMeter
 
 KEY = "ns/d"
 

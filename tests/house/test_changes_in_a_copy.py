@@ -21,8 +21,8 @@ SCHEMAS = "libs/api/pagemill_api/openai/schemas.py"
 FILTERS = "kernels/pagemill_kernels/sampling/filters.py"
 NATIVE = "kernels/pagemill_kernels/cpu/src/sampling.cpp"
 TRITON = "kernels/pagemill_kernels/sampling/triton_body.py"
-ROWS = "engine/pagemill_engine/sampling/rows.py"
-POLICIES = "gateway/pagemill_gateway/routing/policies.py"
+ROWS = "execution/pagemill_execution/sampling/rows.py"
+POLICIES = "libs/routing/pagemill_routing/policies/registry.py"
 ROUTING = "crds/pagemill_crds/sections/routing.py"
 ENGINE = "crds/pagemill_crds/sections/engine.py"
 PLAN = "operator/pagemill_operator/plan/engine.py"
@@ -54,9 +54,9 @@ CHANGES: dict[str, tuple[Insertions, str]] = {
         """
 import json
 import numpy as np
-from pagemill_engine.sampling.rows import SamplingRows
-from pagemill_engine.sampling.sampler import sample
-from pagemill_engine.scheduler.step import AdmittedSequence
+from pagemill_execution.sampling.rows import SamplingRows
+from pagemill_execution.sampling.sampler import sample
+from pagemill_execution.step import AdmittedSequence
 from pagemill_protocol.errors import PagemillError
 from pagemill_api.openai.parse import parse_body
 from pagemill_api.openai.prepare import sampling_of
@@ -159,8 +159,8 @@ except PagemillError as error:
 import ctypes
 import os
 import numpy as np
-from pagemill_engine.sampling.rows import SamplingRows
-from pagemill_engine.scheduler.step import AdmittedSequence, HeldBlocks, StepPlan
+from pagemill_execution.sampling.rows import SamplingRows
+from pagemill_execution.step import AdmittedSequence, HeldBlocks, StepPlan
 from pagemill_kernels.cpu import library
 from pagemill_kernels.sampling import native, reference
 from pagemill_kernels.sampling.batch import SamplingBatch
@@ -187,7 +187,7 @@ assert native.sample_tokens(logits, batch).token_ids.tolist() == tokens.tolist()
 
 import torch
 from quick_interpreter import speed_up_interpreter
-from pagemill_engine.executing.device.device_rows import DeviceRows
+from pagemill_execution.runners.device.device_rows import DeviceRows
 from pagemill_kernels.request_rows import triton_launch as device
 from pagemill_kernels.request_rows.layout import DeviceStepInputs, RowLayout, RowState
 from pagemill_kernels.request_rows.staging import Staging
@@ -209,10 +209,10 @@ assert found.tokens.tolist() == tokens.tolist()
     ),
     "A routing policy": (
         {
-            "gateway/pagemill_gateway/routing/last_name.py": [
+            "libs/routing/pagemill_routing/policies/last_name.py": [
                 (
                     "",
-                    "from pagemill_gateway.routing.policy import RoutingDecision, RoutingPolicy\n\n\n"
+                    "from pagemill_routing.policies.policy import RoutingDecision, RoutingPolicy\n\n\n"
                     "class LastName(RoutingPolicy):\n"
                     '    name = "LastName"\n\n'
                     "    def choose(self, request, candidates):\n"
@@ -222,7 +222,7 @@ assert found.tokens.tolist() == tokens.tolist()
             POLICIES: [
                 (
                     "from importlib.metadata import EntryPoint, entry_points\n",
-                    "from pagemill_gateway.routing.last_name import LastName\n",
+                    "from pagemill_routing.policies.last_name import LastName\n",
                 ),
                 ("    PrefixHash,\n", "    LastName,\n"),
             ],
@@ -231,8 +231,8 @@ assert found.tokens.tolist() == tokens.tolist()
 import msgspec
 from pagemill_crds.models import LLMDeployment
 from pagemill_gateway.config import GatewayConfig
-from pagemill_gateway.routing.policies import RoutingPolicies
-from pagemill_gateway.routing.policy import Candidate, RequestView
+from pagemill_routing.policies.registry import RoutingPolicies
+from pagemill_routing.policies.policy import Candidate, RequestView
 from pagemill_operator.plan import make_plan
 
 spec = {"model": {"source": "file:///m"}, "routing": {"policy": "LastName"}}

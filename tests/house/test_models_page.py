@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from declared_families import KINDS, NAMES, architecture_of, declared
 
-from pagemill_engine.decoders.native.layers import can_fuse
+from pagemill_execution.decoders.native.layers import can_fuse
 from pagemill_models.declaration.known import BUILT_IN
 
 NAMES_OF = {

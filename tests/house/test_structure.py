@@ -18,7 +18,7 @@ TOLERANCE = 0.1
 SMALL_LINES = 60
 REGISTRIES = {
     "pagemill_engine.scheduler.order",
-    "pagemill_gateway.routing.policies",
+    "pagemill_routing.policies.registry",
     "pagemill_api.answers.registry",
     "pagemill_models.sources.registry",
     "pagemill_simulator.scaling.rivals",
@@ -36,9 +36,9 @@ SEAMS = (
 """Patterns of implementations that are found by their names."""
 ALONE = {
     "pagemill_engine.fetching.load": "imported after the process has set variables that its libraries read at import",
-    "pagemill_engine.executing.torch_head": "its imports need torch, which its user `load_cpu` does without",
-    "pagemill_engine.starting.load_encoder": "its imports need torch, which its user `load_cpu` does without",
-    "pagemill_engine.settings": "only settings modules read environment variables",
+    "pagemill_execution.runners.torch_head": "its imports need torch, which its user `load_cpu` does without",
+    "pagemill_execution.starting.load_encoder": "its imports need torch, which its user `load_cpu` does without",
+    "pagemill_execution.settings": "only settings modules read environment variables",
     "pagemill_gateway.limits.redis.shared_poison": "redis is imported only where it is configured",
     "pagemill_kube.config": "only settings modules read environment variables",
     "pagemill_simulator.scaling.rivals": "the registry of the rivals' policies",

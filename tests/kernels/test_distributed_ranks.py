@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from rank_threads import together
 
-from pagemill_engine.executing.torch_model import HostTensorGroup
+from pagemill_execution.runners.torch_model import HostTensorGroup
 from pagemill_kernels.ranks.distributed import DistributedGroup, Meeting, OneShotSums
 from pagemill_kernels.ranks.group import GroupAborted
 from pagemill_kernels.ranks.in_process import in_process_groups

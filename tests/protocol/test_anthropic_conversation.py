@@ -12,12 +12,12 @@ import pytest
 from refusals import refusal_of
 from request_outcomes import tokenizer_of
 
-from pagemill_api.answers.registry import ParserSettings
 from pagemill_api.dialects.anthropic.messages import MessagesBody, MessagesDialect, read_count
 from pagemill_api.dialects.base import Preparation
 from pagemill_api.openai import prepare
 from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.request.answer_format import ParserSettings
 from pagemill_protocol.tokenizer_bundle import TokenizerBundle
 
 DIALECT = MessagesDialect()

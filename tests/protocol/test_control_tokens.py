@@ -16,7 +16,6 @@ from special_tokens import with_special_tokens
 from tokenizers import Tokenizer as Backend
 
 from examples import num_examples
-from pagemill_api.answers.registry import ParserSettings
 from pagemill_api.dialects.base import Preparation
 from pagemill_api.dialects.registry import dialect_of
 from pagemill_api.openai import prepare
@@ -26,6 +25,7 @@ from pagemill_api.text.control_tokens import MARK, pattern_of
 from pagemill_api.text.literal_text import LiteralEncoder
 from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_models.tokenizer_files.sentencepiece import decoder_json, model_json, normalizer_json
+from pagemill_protocol.request.answer_format import ParserSettings
 from pagemill_protocol.tokenizer_bundle import TokenizerBundle
 
 TEMPLATE = (

@@ -12,8 +12,8 @@ import pytest
 from light_model import write_light_model
 from waiting import SOON_S
 
-from pagemill_engine.weights.errors import LoadError
-from pagemill_engine.weights.files import WeightFiles
+from pagemill_execution.weights.errors import LoadError
+from pagemill_execution.weights.files import WeightFiles
 from pagemill_models.files import json_file
 from pagemill_models.files.json_file import read_text
 from pagemill_models.files.safetensors_header import SINGLE_FILE

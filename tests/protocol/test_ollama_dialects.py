@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from refusals import refusal_of
 
 from pagemill_api.answers.events import CallArguments, CallBegin, CallEnd, Content, Event, Reasoning
-from pagemill_api.answers.registry import ParserSettings
 from pagemill_api.dialects.base import FinishedChoice, Piece, Preparation
 from pagemill_api.dialects.ollama.ollama import PAGES, OllamaChatDialect, OllamaGenerateDialect, RawPrompt
 from pagemill_api.dialects.pages import PageRequest
@@ -22,6 +21,7 @@ from pagemill_api.openai.render import ModelCard
 from pagemill_api.openai.schemas import ChatCompletionRequest
 from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.request.answer_format import ParserSettings
 from pagemill_protocol.request.generate import GenerateRequest, Usage
 from pagemill_protocol.request.sampling import SamplingParams
 

@@ -15,12 +15,13 @@ from pagemill_api.answers import registry
 from pagemill_api.answers.events import CallArguments, CallBegin
 from pagemill_api.answers.formats.hermes import HermesParser
 from pagemill_api.answers.parser import AnswerParser
-from pagemill_api.answers.registry import ParserSettings, ToolFormat, tool_formats
+from pagemill_api.answers.registry import ToolFormat, tool_formats
 from pagemill_api.openai import prepare
 from pagemill_api.openai.parse import parse_body
 from pagemill_api.openai.schemas import ChatCompletionRequest, TokenizeRequest
 from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.request.answer_format import ParserSettings
 from pagemill_protocol.request.generate import GenerateRequest
 
 USER = {"role": "user", "content": "hi"}

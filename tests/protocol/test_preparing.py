@@ -9,12 +9,12 @@ import msgspec
 import pytest
 from request_outcomes import EMBEDS, tokenizer_of
 
-from pagemill_api.answers.registry import ParserSettings
 from pagemill_api.dialects.base import ParsedBody, parsed
 from pagemill_api.dialects.preparing import Prepared, preparation_now, prepared, sampling_for
 from pagemill_api.dialects.registry import dialect_of
 from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.request.answer_format import ParserSettings
 
 
 def body_of(**fields: Any) -> ParsedBody:

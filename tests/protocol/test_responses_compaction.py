@@ -12,13 +12,13 @@ from refusals import refusal_of
 from request_outcomes import tokenizer_of
 
 from pagemill_api.answers.events import Content, Reasoning
-from pagemill_api.answers.registry import ParserSettings
 from pagemill_api.dialects.base import FinishedChoice, Preparation, unread_fields
 from pagemill_api.dialects.openai_responses.compaction import ASK, CompactDialect
 from pagemill_api.dialects.openai_responses.items import SUMMARY
 from pagemill_api.dialects.openai_responses.responses import ResponsesDialect
 from pagemill_api.dialects.translation import TranslatedChat
 from pagemill_api.text.tokenizer import Tokenizer
+from pagemill_protocol.request.answer_format import ParserSettings
 from pagemill_protocol.request.generate import Usage
 
 COMPACT = CompactDialect()

@@ -12,12 +12,12 @@ import pytest
 from request_outcomes import Changes, bodies_of, check_field, tokenizer_of, tried
 from responses_cases import REPEATED, RESPONSE, RESPONSES
 
-from pagemill_api.answers.registry import ParserSettings
 from pagemill_api.dialects.base import FinishedChoice, Preparation, unread_fields
 from pagemill_api.dialects.openai_responses.request import ResponsesRequest
 from pagemill_api.dialects.openai_responses.responses import ResponsesDialect
 from pagemill_api.openapi import request_schemas
 from pagemill_api.text.tokenizer import Tokenizer
+from pagemill_protocol.request.answer_format import ParserSettings
 from pagemill_protocol.request.generate import Usage
 
 DIALECT = ResponsesDialect()

@@ -16,7 +16,6 @@ from refusals import refusal_of
 from request_outcomes import tokenizer_of
 
 from pagemill_api.answers.events import CallArguments, CallBegin, CallEnd, Content, Event, Reasoning
-from pagemill_api.answers.registry import ParserSettings
 from pagemill_api.dialects.base import FinishedChoice, Piece, Preparation, unread_fields
 from pagemill_api.dialects.openai_responses.answer_items import InputText
 from pagemill_api.dialects.openai_responses.items import OMITTED_PART
@@ -26,6 +25,7 @@ from pagemill_api.openai.prepare import needs_check
 from pagemill_api.openai.unread_fields import UNREAD_HEADER, unread_headers
 from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.request.answer_format import ParserSettings
 from pagemill_protocol.request.generate import FinishReason, GenerateRequest, Usage
 
 DIALECT = ResponsesDialect()

@@ -10,12 +10,12 @@ import pytest
 from field_cases import DIALECTS, SCHEMAS, place_of
 from request_outcomes import tokenizer_of
 
-from pagemill_api.answers.registry import ParserSettings
 from pagemill_api.dialects.base import parsed, unread_fields
 from pagemill_api.dialects.registry import dialects
 from pagemill_api.openai.unread_fields import unread_headers
 from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.request.answer_format import ParserSettings
 
 USER = {"role": "user", "content": "hi"}
 NAMED = ("mine", "x-y")

@@ -12,11 +12,11 @@ import pytest
 from field_cases import DIALECTS, place_of
 from request_outcomes import bodies_of, tokenizer_of
 
-from pagemill_api.answers.registry import ParserSettings
 from pagemill_api.dialects.base import parsed, unread_fields
 from pagemill_api.dialects.registry import dialects
 from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.request.answer_format import ParserSettings
 
 Body = dict[str, Any]
 Path = tuple[str | int, ...]

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from byte_bundle import byte_bundle
 
-from pagemill_api.answers.registry import ParserSettings
 from pagemill_api.dialects.base import unread_fields
 from pagemill_api.dialects.registry import dialects
 from pagemill_api.text.tokenizer import Tokenizer
+from pagemill_protocol.request.answer_format import ParserSettings
 
 SILENT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 READING = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pagemill_engine.executing.base import RunnerInfo
+from pagemill_execution.runners.base import RunnerInfo
 
 
 def with_blocks(info: RunnerInfo, num_blocks: int) -> RunnerInfo:

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pagemill_engine.weights import files
-from pagemill_engine.weights.source import CutWeights
+from pagemill_execution.weights import files
+from pagemill_execution.weights.source import CutWeights
 
 
 def noted_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:

@@ -16,7 +16,7 @@ import transformers
 from family_matrix import BASES
 from family_models import GPTJ, NEOX, ODD_SHAPES, VARIANTS
 
-from pagemill_engine.weights.source import CutWeights
+from pagemill_execution.weights.source import CutWeights
 from pagemill_models.declaration.declaration import DecoderSpec
 from pagemill_models.spec.decoders import decoder_from_config
 

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from pagemill_engine.executing.device.device_ranks import DeviceSignals
-from pagemill_engine.executing.device.graphs import GraphCapturer, GraphShape
-from pagemill_engine.starting import load_device_ranks, rank_process
-from pagemill_engine.weights.errors import LoadError
+from pagemill_execution.runners.device.device_ranks import DeviceSignals
+from pagemill_execution.runners.device.graphs import GraphCapturer, GraphShape
+from pagemill_execution.starting import load_device_ranks, rank_process
+from pagemill_execution.weights.errors import LoadError
 
 VARIABLE = "DEVICE_RANK"
 SHAPES = [GraphShape(1, 1, True), GraphShape(4, 4, True), GraphShape(16, 4, False)]

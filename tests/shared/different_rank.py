@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from pagemill_engine.executing.ranks import identity
-from pagemill_engine.starting import rank_process
+from pagemill_execution.runners.ranks import identity
+from pagemill_execution.starting import rank_process
 
 VARIABLE = "DIFFERENT_RANK"
 OTHER_VERSION = "0.0.1"

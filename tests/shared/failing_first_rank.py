@@ -11,8 +11,8 @@ import msgspec
 from failing_rank import STUCK_S, VARIABLE, FailingGroup, Failure
 from ranked_engine import LONG, Engine, prompts_of, rank_loader
 
-from pagemill_engine.executing.ranks.ranked import RanksLostError
-from pagemill_engine.starting import load_ranks
+from pagemill_execution.runners.ranks.ranked import RanksLostError
+from pagemill_execution.starting import load_ranks
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from pagemill_engine.starting import rank_process
+from pagemill_execution.starting import rank_process
 from pagemill_kernels.arrays import Array
 from pagemill_kernels.ranks import reduce
 from pagemill_kernels.ranks.places import LOGITS, PLAN

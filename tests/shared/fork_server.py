@@ -33,8 +33,8 @@ IMPORTED = (
     "pagemill_engine.loop.process",
     "pagemill_engine.server.main",
     "pagemill_engine.server.settings",
-    "pagemill_engine.starting.load_cpu",
-    "pagemill_engine.starting.rank_process",
+    "pagemill_execution.starting.load_cpu",
+    "pagemill_execution.starting.rank_process",
     "pagemill_gateway.processes.server",
     "pagemill_gateway.processes.supervisor",
     "pagemill_gateway.processes.__main__",
@@ -46,7 +46,7 @@ IMPORTED = (
 RUN = (
     "failing_rank",
     "pagemill_engine.loop.process",
-    "pagemill_engine.starting.rank_process",
+    "pagemill_execution.starting.rank_process",
     "pagemill_gateway.processes.__main__",
 )
 """Of these, what is a program itself: each fork runs it anew, under the name `__main__`."""

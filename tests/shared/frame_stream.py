@@ -6,9 +6,9 @@ import asyncio
 from typing import Protocol
 
 from pagemill_gateway.relay.answer_stream import SILENCE_CHECKS, AskLiveness, Frame, Take, check_order
-from pagemill_gateway.relay.attempt_failures import BROKE, SILENT, TOO_SHORT, UpstreamFailure, garbage
 from pagemill_gateway.repeated_timeout import RepeatedTimeout
 from pagemill_protocol.frames import FrameDecoder, FrameError
+from pagemill_routing.attempts.attempt_failures import BROKE, SILENT, TOO_SHORT, UpstreamFailure, garbage
 
 
 class Body(Protocol):

@@ -11,16 +11,16 @@ import numpy as np
 import torch
 from declared_families import RandomTensors
 
-from pagemill_engine.decoders.native.decoder import NativeDecoder
-from pagemill_engine.decoders.on_torch.context import ForwardContext, RowsContext
-from pagemill_engine.decoders.on_torch.decoder import Decoder
-from pagemill_engine.decoders.on_torch.device_rotations import DeviceRotations
-from pagemill_engine.decoders.on_torch.encoder_attention import plan_rectangles
-from pagemill_engine.decoders.on_torch.filling import load_weights
-from pagemill_engine.decoders.rope import Rotations, decoder_tables
-from pagemill_engine.decoders.step_model import CachedTokens, StateArrays, StepTokens
-from pagemill_engine.executing.torch_model import HostTensorGroup, tensors_of
-from pagemill_engine.weights.sliced import SlicedTensors
+from pagemill_execution.decoders.native.decoder import NativeDecoder
+from pagemill_execution.decoders.on_torch.context import ForwardContext, RowsContext
+from pagemill_execution.decoders.on_torch.decoder import Decoder
+from pagemill_execution.decoders.on_torch.device_rotations import DeviceRotations
+from pagemill_execution.decoders.on_torch.encoder_attention import plan_rectangles
+from pagemill_execution.decoders.on_torch.filling import load_weights
+from pagemill_execution.decoders.rope import Rotations, decoder_tables
+from pagemill_execution.decoders.step_model import CachedTokens, StateArrays, StepTokens
+from pagemill_execution.runners.torch_model import HostTensorGroup, tensors_of
+from pagemill_execution.weights.sliced import SlicedTensors
 from pagemill_kernels.native_ops import native_ops
 from pagemill_kernels.paged_attention.batch import AttentionBatch
 from pagemill_kernels.ranks.group import RankGroup

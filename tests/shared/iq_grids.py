@@ -12,7 +12,7 @@ import numpy as np
 from gguf import quants
 
 KINDS = ("IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")
-FILE = Path(__file__).resolve().parents[2] / "engine" / "pagemill_engine" / "weights" / "iq_grids.json"
+FILE = Path(__file__).resolve().parents[2] / "execution" / "pagemill_execution" / "weights" / "iq_grids.json"
 
 
 def grid_of(kind: str) -> np.ndarray[Any, Any]:

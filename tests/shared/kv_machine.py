@@ -21,7 +21,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from pagemill_engine.kv.integrity import check_integrity
 from pagemill_engine.kv.manager import CacheManager
-from pagemill_engine.kv.split import end_of_ids
+from pagemill_execution.arena import end_of_ids
 from pagemill_protocol.report.cache_kinds import FULL, CacheKind
 
 BLOCK_SIZE = 4

@@ -16,12 +16,13 @@ import msgspec
 from ranked_engine import SETTINGS
 from waiting import START_LIMIT_S
 
-from pagemill_engine.config import EngineConfig, NodesConfig
-from pagemill_engine.executing.ranks.ranked import RankedRunner
-from pagemill_engine.sizing.compute import choose_compute
-from pagemill_engine.starting import node_rank
-from pagemill_engine.starting.nodes import NodeRankSettings, load_nodes
-from pagemill_engine.starting.preparing import ModelFiles
+from pagemill_engine.config import EngineConfig
+from pagemill_execution.config import NodesConfig
+from pagemill_execution.runners.ranks.ranked import RankedRunner
+from pagemill_execution.sizing.compute import choose_compute
+from pagemill_execution.starting import node_rank
+from pagemill_execution.starting.nodes import NodeRankSettings, load_nodes
+from pagemill_execution.starting.preparing import ModelFiles
 from pagemill_kernels.cpu import launch
 from pagemill_models.spec.model_files import load_model_spec
 from pagemill_operator.backends.local.ports import free_port

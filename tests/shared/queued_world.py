@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 from hand_clock import Clock
 
-from pagemill_gateway.brain.brain import LocalBrain
-from pagemill_gateway.brain.interface import DEFAULT_TICKET, Assignment, CompletedRequest, RetryContext, RoutingRequest
 from pagemill_gateway.config import GatewayConfig
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.report.state import Digests, EngineLoad, StateFrame
 from pagemill_protocol.resource.served import QueueLimits
+from pagemill_routing.brain.brain import LocalBrain
+from pagemill_routing.brain.interface import DEFAULT_TICKET, Assignment, CompletedRequest, RetryContext, RoutingRequest
 
 BLOCK = 16
 

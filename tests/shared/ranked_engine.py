@@ -12,12 +12,12 @@ import torch
 import transformers
 
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.executing.ranks.ranked import RankedRunner
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.scheduler.proposals import Proposals
-from pagemill_engine.sizing.compute import choose_compute
-from pagemill_engine.starting.load_ranks import load_ranks
-from pagemill_engine.starting.preparing import ModelFiles
+from pagemill_execution.runners.ranks.ranked import RankedRunner
+from pagemill_execution.sizing.compute import choose_compute
+from pagemill_execution.starting.load_ranks import load_ranks
+from pagemill_execution.starting.preparing import ModelFiles
 from pagemill_kernels.cpu import launch
 from pagemill_models.spec.model_files import load_model_spec
 from pagemill_protocol.request.generate import GenerateRequest

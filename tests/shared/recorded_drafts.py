@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pagemill_engine.executing.drafter import Drafter
+from pagemill_execution.runners.drafter import Drafter
 
 Found = list[tuple[tuple[int, ...], list[int]]]
 """The known tokens of a request, and what was drafted behind them."""

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from declared_families import RandomTensors
 
-from pagemill_engine.decoders.row_order import latent_order, latent_query_order, qkv_order, stacked_order
+from pagemill_execution.decoders.row_order import latent_order, latent_query_order, qkv_order, stacked_order
 from pagemill_kernels import arrays
 from pagemill_kernels.adapters.native import NativeAdapters, PackedAdapter, pack
 from pagemill_kernels.adapters.reference import AdapterMatrices, PlainAdapterRows

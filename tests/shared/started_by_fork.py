@@ -27,7 +27,7 @@ MODULES = (
     "pagemill",
     "pagemill_engine.server",
     "pagemill_engine.loop.process",
-    "pagemill_engine.starting.rank_process",
+    "pagemill_execution.starting.rank_process",
     "pagemill_gateway",
     "pagemill_gateway.processes",
 )

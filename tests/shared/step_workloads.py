@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 
-from pagemill_engine.config import EngineConfig, SpeculationConfig
+from pagemill_engine.config import EngineConfig
+from pagemill_execution.config import SpeculationConfig
 from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_protocol.request.sampling import LOW_PRIORITY, SamplingParams
 

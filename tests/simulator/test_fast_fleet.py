@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from examples import num_examples
-from pagemill_engine.config import EngineConfig, SimulatedKinds
+from pagemill_engine.config import EngineConfig
+from pagemill_execution.config import SimulatedKinds
 from pagemill_operator.autoscaler.settings import ScalingSettings, Slo
 from pagemill_protocol.report.cache_kinds import CacheKind
 from pagemill_protocol.report.state import StepTimeParams

@@ -18,13 +18,15 @@ from rich.table import Table
 from pagemill.command import CommandWithOptions
 from pagemill.secret_options import refuse_argument
 from pagemill.vllm_options import rewritten
-from pagemill_engine.config import EngineConfig, NodesConfig, ServerConfig, SpeculationConfig
+from pagemill_engine.config import EngineConfig, ServerConfig
 from pagemill_engine.failure import StartupError
-from pagemill_engine.ipc.messages import MemoryBudget, Ready
+from pagemill_engine.ipc.messages import Ready
 from pagemill_engine.server.routes.keys import check_keys
 from pagemill_engine.server.settings import Settings
 from pagemill_engine.vllm_arguments import lora_module
 from pagemill_engine.vllm_speculation import speculative_of
+from pagemill_execution.config import NodesConfig, SpeculationConfig
+from pagemill_execution.sizing.memory import MemoryBudget
 from pagemill_models.adapters.limits import MAX_RANK
 from pagemill_models.tokenizer_files.generation_defaults import GenerationConfig
 from pagemill_protocol.resource.quantities import memory_bytes

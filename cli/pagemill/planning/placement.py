@@ -15,10 +15,10 @@ from pagemill.planning.accelerators import ACCELERATORS, Accelerator
 from pagemill.planning.errors import DeviceTooSmall, PlanError
 from pagemill.planning.headers import Header
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.sizing.budget import MemoryPlan, RankSizes, Sizes, plan_memory
-from pagemill_engine.sizing.memory import MemoryState
-from pagemill_engine.sizing.step_limits import choose_step_limits
-from pagemill_engine.weights.errors import LoadError
+from pagemill_execution.sizing.budget import MemoryPlan, RankSizes, Sizes, plan_memory
+from pagemill_execution.sizing.memory import MemoryState
+from pagemill_execution.sizing.step_limits import choose_step_limits
+from pagemill_execution.weights.errors import LoadError
 from pagemill_models.spec.model_spec import ModelSpec
 
 OTHER_MAKER = "for comparison of data sheets only: the engine's kernels need NVIDIA's devices, so no pod can run on it"
@@ -66,7 +66,10 @@ def note_of(accelerator: Accelerator, num_ranks: int) -> str | None:
 
 
 def _place(accelerator: Accelerator, config: EngineConfig, header: Header) -> GpuPlacement:
-    from pagemill_engine.sizing.sizing import ranks_on_gpu, sizes_on_gpu  # imports torch, which other plans do not need
+    from pagemill_execution.sizing.sizing import (  # imports torch, which other plans do not need
+        ranks_on_gpu,
+        sizes_on_gpu,
+    )
 
     spec = header.spec
     sizes = sizes_on_gpu(config, header.path, spec)
@@ -84,7 +87,7 @@ def _place_ranks(
 
     Each is planned as if it sampled, which only one of them does. Raises `LoadError`.
     """
-    from pagemill_engine.sizing.rank_parts import together  # imports what reads weights
+    from pagemill_execution.sizing.rank_parts import together  # imports what reads weights
 
     heaviest = max(ranks, key=lambda each: each.sizes.weight_bytes)
     limited = choose_step_limits(config, heaviest.spec, heaviest.sizes, free)

@@ -20,13 +20,13 @@ from pagemill.planning.headers import Header, header_of
 from pagemill.planning.links.exchange import Exchange, exchange_of
 from pagemill.planning.measuring import SingleRequestLatency, measure
 from pagemill.planning.placement import check_groups, place
-from pagemill_engine.config import MOST_PROPOSED, EngineConfig, SimulatedKinds
-from pagemill_engine.ipc.messages import MemoryBudget
+from pagemill_engine.config import EngineConfig
 from pagemill_engine.server.fit import RUNTIME_BYTES
-from pagemill_engine.sizing.budget import MemoryPlan, RankSizes, Sizes, plan_memory
-from pagemill_engine.sizing.memory import MemoryState, measure_memory
-from pagemill_engine.weights.errors import LoadError
-from pagemill_engine.weights.quantized import SCALED
+from pagemill_execution.config import MOST_PROPOSED, SimulatedKinds
+from pagemill_execution.sizing.budget import MemoryPlan, RankSizes, Sizes, plan_memory
+from pagemill_execution.sizing.memory import MemoryBudget, MemoryState, measure_memory
+from pagemill_execution.weights.errors import LoadError
+from pagemill_execution.weights.quantized import SCALED
 from pagemill_models.files.safetensors_header import lacks_weights
 from pagemill_models.sources import SourceError, resolve_source
 from pagemill_models.spec.model_files import load_model_spec
@@ -39,8 +39,8 @@ from pagemill_protocol.report.step_time import StepTimeModel
 from pagemill_servers.process.cgroup import usable_cores
 
 if TYPE_CHECKING:
-    from pagemill_engine.adapters.store import AdapterLimits
-    from pagemill_engine.sizing.kv_sizes import CacheBlocks
+    from pagemill_execution.adapters.store import AdapterLimits
+    from pagemill_execution.sizing.kv_sizes import CacheBlocks
 
 FORMS = (
     "give the output of `pagemill why NAME -o json` or `pagemill plan -o json`, or an object with knots_tokens and "
@@ -280,8 +280,8 @@ def _on_accelerator(
 def _on_cpu(
     memory_bytes: int | None, config: EngineConfig, header: Header, fit: StepTimeParams, fit_from: str, length: int
 ) -> PlannedReplica:
-    from pagemill_engine.sizing.rank_parts import together
-    from pagemill_engine.sizing.sizing import ranks_here, sizes_here
+    from pagemill_execution.sizing.rank_parts import together
+    from pagemill_execution.sizing.sizing import ranks_here, sizes_here
 
     spec = header.spec
     ranks = ranks_here(config, header.path, spec)
@@ -298,7 +298,7 @@ def _on_cpu(
 
 def _divided(config: EngineConfig, spec: ModelSpec, num_blocks: int, sizes: Sizes) -> CacheBlocks:
     """Return how an engine divides the cache among its kinds. States have the same size whatever the cache's type."""
-    from pagemill_engine.sizing.kv_sizes import cache_kinds, kv_type_of
+    from pagemill_execution.sizing.kv_sizes import cache_kinds, kv_type_of
 
     return cache_kinds(config, spec, kv_type_of(spec, sizes.kv_bytes_per_token), num_blocks)
 
@@ -332,7 +332,7 @@ def _replica(
     shares_memory: bool = False,
 ) -> PlannedReplica:
     """Return the replica. `cache`: limits the tokens of one request. `shares_memory`: whether its kinds do."""
-    from pagemill_engine.sizing.kv_sizes import max_model_len_for
+    from pagemill_execution.sizing.kv_sizes import max_model_len_for
 
     shape = Shape(memory.num_blocks, config.block_size, *config.step, fit)
     return PlannedReplica(
@@ -349,7 +349,7 @@ def _replica(
 
 
 def _adapters(config: EngineConfig) -> AdapterLimits | None:
-    from pagemill_engine.adapters.starting import limits_of
+    from pagemill_execution.adapters.starting import limits_of
 
     return limits_of(config) if config.enable_lora else None
 
@@ -375,8 +375,8 @@ def _measured(
             f"{_field(options)}: `{config.model}` has the index of its weights but not the weights, so no engine can "
             "be measured with it; name an accelerator with --accelerator, or step times with --fit"
         )
-    from pagemill_engine.sizing.kv_sizes import CacheBlocks
-    from pagemill_engine.sizing.sizing import ranks_here
+    from pagemill_execution.sizing.kv_sizes import CacheBlocks
+    from pagemill_execution.sizing.sizing import ranks_here
 
     measured = asyncio.run(measure(config, input_tokens, output_tokens, options.measure_s, options.show_progress))
     ready, limits = measured.ready, measured.ready.limits

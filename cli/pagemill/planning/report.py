@@ -166,7 +166,7 @@ def _properties(answer: PlanAnswer) -> list[tuple[str, str]]:
         words = f"a decode samples {fit.tokens_per_decode:.3g} of {fit.computed_per_decode:.3g} tokens in a step"
         rows.append(("proposed tokens", words))
     if replica.ranks:
-        from pagemill_engine.sizing.rank_parts import describe_ranks  # imports what reads weights
+        from pagemill_execution.sizing.rank_parts import describe_ranks  # imports what reads weights
 
         lines = describe_ranks(replica.ranks, replica.ranks_of_stage)
         rows[2:2] = [("processes" if replica.exchange is None else "devices", line) for line in lines]

@@ -10,7 +10,8 @@ import math
 import random
 from typing import NamedTuple
 
-from pagemill_engine.config import EngineConfig, SimulatedKinds
+from pagemill_engine.config import EngineConfig
+from pagemill_execution.config import SimulatedKinds
 from pagemill_protocol.report.shape import Shape
 from pagemill_simulator.engine import EngineSimulation
 from pagemill_simulator.workloads.request import SimRequest

@@ -11,9 +11,9 @@ from pagemill.planning.errors import PlanError
 from pagemill.planning.replica import PlannedReplica
 from pagemill.up.loading import Loaded
 from pagemill_engine.config import EngineConfig
-from pagemill_gateway.routing.policies import AUTO
 from pagemill_operator.autoscaler.settings import Slo
 from pagemill_operator.plan.types import Plan
+from pagemill_routing.policies.registry import AUTO
 from pagemill_simulator.fleet.settings import ColdStart, FleetSettings, FleetSettingsError
 from pagemill_simulator.scaling.policy import ReplicaBounds
 

@@ -21,7 +21,7 @@ from pagemill_engine.config import EngineConfig
 from pagemill_engine.ipc.folder import CONFIGURED, SETTINGS_FILE
 
 ENGINE_MODULE = "pagemill_engine.loop.process"
-RUNNER_MODULE = "pagemill_engine.starting.load_cpu"
+RUNNER_MODULE = "pagemill_execution.starting.load_cpu"
 """Imports of a runner that computes; the null runner needs none of them."""
 
 

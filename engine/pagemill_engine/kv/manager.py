@@ -23,7 +23,7 @@ from operator import add
 
 from pagemill_engine.kv.block_pool import Block, KVCacheError
 from pagemill_engine.kv.kind_cache import KindCache
-from pagemill_engine.kv.split import FixedSplit, Moves, MovingSplit, SplitPolicy, end_of_ids
+from pagemill_engine.kv.split import FixedSplit, Moves, MovingSplit, SplitPolicy
 from pagemill_engine.kv.states import States, point_interval
 from pagemill_engine.kv.tables import (
     NO_MATCH,
@@ -40,6 +40,7 @@ from pagemill_engine.kv.tables import (
     StateTable,
     misuse_error,
 )
+from pagemill_execution.arena import end_of_ids
 from pagemill_protocol import hashes
 from pagemill_protocol.report.cache_kinds import (
     FULL,

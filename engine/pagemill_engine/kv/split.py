@@ -15,7 +15,6 @@ from typing import NamedTuple, Protocol
 from pagemill_engine.kv.block_pool import Block
 from pagemill_engine.kv.kind_cache import KindCache
 from pagemill_engine.kv.tables import BlockTable
-from pagemill_protocol.report.cache_kinds import CacheKind
 
 
 class Moves(NamedTuple):
@@ -143,29 +142,3 @@ def _held(table: BlockTable, number: int) -> list[tuple[int, Block]]:
     if state.source is not None and state.source not in folds:
         folds = [*folds, state.source]
     return [(fold.boundary - 1, fold.block) for fold in folds]
-
-
-class Arena(NamedTuple):
-    """Where the blocks of two kinds are in the memory that they share. The padding blocks are behind it."""
-
-    num_bytes: int
-    """Of the arena and the padding blocks: whole blocks of the first kind."""
-    start: int
-    """Bytes before the last kind's block of id 0."""
-    padding_blocks: tuple[int, int]
-    """The ids of the padding blocks of the first and the last kind."""
-
-
-def arena_of(kinds: Sequence[CacheKind], counts: Sequence[int]) -> Arena:
-    """Return the arena of the first and the last kind, which have `counts` blocks at the start."""
-    low, high = kinds[0].block_bytes, kinds[-1].block_bytes
-    size, end = counts[0] * low + counts[-1] * high, end_of_ids(kinds, counts)
-    padding = -(-(size + high) // low)
-    return Arena((padding + 1) * low, size - end * high, (padding, end))
-
-
-def end_of_ids(kinds: Sequence[CacheKind], counts: Sequence[int]) -> int:
-    """Return the number behind the highest id of the last kind, which shares the memory of `counts` blocks with the
-    first: how many of its blocks the arena could have."""
-    low, high = kinds[0].block_bytes, kinds[-1].block_bytes
-    return (counts[0] * low + counts[-1] * high) // high

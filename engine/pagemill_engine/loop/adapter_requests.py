@@ -15,12 +15,12 @@ from typing import NamedTuple
 
 import msgspec
 
-from pagemill_engine.adapters.store import AdapterStore, LoadedAdapter
 from pagemill_engine.ipc.messages import AdapterRead, AdapterUse, LoadAdapter, TokensOut
 from pagemill_engine.loop.grammar_requests import GrammarRequests
 from pagemill_engine.loop.refusals import aborts, refusals
 from pagemill_engine.scheduler.admission import adapter_not_served, already_served
 from pagemill_engine.scheduler.scheduler import Scheduler
+from pagemill_execution.adapters.store import AdapterStore, LoadedAdapter
 from pagemill_models.adapters.errors import AdapterError, refused
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.report.adapters import AdapterSlots

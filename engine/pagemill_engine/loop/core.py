@@ -20,8 +20,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.executing.base import Runner
-from pagemill_engine.executing.errors import DeviceLostError
 from pagemill_engine.ipc.messages import PrefixEvents, StepOutputs
 from pagemill_engine.kv.integrity import IntegrityError, check_integrity
 from pagemill_engine.loop.grammar_requests import GrammarRequests
@@ -30,7 +28,9 @@ from pagemill_engine.loop.speculation import proposals_of
 from pagemill_engine.loop.step_timer import StepTimer, predicted_ms
 from pagemill_engine.scheduler.proposals import Proposals
 from pagemill_engine.scheduler.scheduler import Scheduler
-from pagemill_engine.scheduler.step import StepPlan
+from pagemill_execution.runners.base import Runner
+from pagemill_execution.runners.errors import DeviceLostError
+from pagemill_execution.step import StepPlan
 from pagemill_protocol.report.state import EngineLoad, StepTimeParams
 from pagemill_protocol.report.step_time import StepTimeModel
 from pagemill_protocol.request.generate import GenerateRequest

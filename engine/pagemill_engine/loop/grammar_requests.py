@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from pagemill_engine.executing.base import RunnerInfo
 from pagemill_engine.grammar.compiler import GrammarCompiler
 from pagemill_engine.ipc.messages import TokensOut
 from pagemill_engine.loop.refusals import aborts, refusals
 from pagemill_engine.scheduler.admission import already_served
 from pagemill_engine.scheduler.scheduler import Scheduler
+from pagemill_execution.runners.base import RunnerInfo
 from pagemill_protocol.errors import PagemillError, internal_error, invalid_field
 from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_protocol.request.sampling import SamplingParams

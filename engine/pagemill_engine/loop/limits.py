@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from pagemill_engine.config import EngineConfig, StepLimits
-from pagemill_engine.executing.base import RunnerInfo
+from pagemill_engine.config import EngineConfig
 from pagemill_engine.limits import SchedulerLimits
+from pagemill_execution.config import StepLimits
+from pagemill_execution.runners.base import RunnerInfo
 
 
 def step_limits(config: EngineConfig, info: RunnerInfo) -> StepLimits:

@@ -21,8 +21,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.executing.errors import DeviceLostError
-from pagemill_engine.executing.sleep import SleepError
 from pagemill_engine.ipc.link import ParentLink
 from pagemill_engine.ipc.messages import (
     Abort,
@@ -45,9 +43,11 @@ from pagemill_engine.ipc.messages import (
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.loop.refusals import refusals
 from pagemill_engine.loop.warmup import Calibration, SelfTestError, probe, self_test
-from pagemill_engine.starting import factory
-from pagemill_engine.weights.early_digest import EarlyDigest
-from pagemill_engine.weights.errors import LoadError
+from pagemill_execution.runners.errors import DeviceLostError
+from pagemill_execution.runners.sleep import SleepError
+from pagemill_execution.starting import factory
+from pagemill_execution.weights.early_digest import EarlyDigest
+from pagemill_execution.weights.errors import LoadError
 from pagemill_kernels.gpu.driver import find_driver
 from pagemill_kernels.huge_pages import collapse_when_idle
 from pagemill_kernels.registry import has_torch
@@ -335,7 +335,7 @@ def release_memory(core: EngineCore) -> tuple[int, StepOutputs]:
     """Free the runner's memory. Call this when there is no work left.
 
     Returns the number of freed bytes, and the outputs that report the emptied prefix cache. Raises
-    `executing.sleep.SleepError` if the runner cannot sleep; nothing has changed then.
+    `pagemill_execution.runners.sleep.SleepError` if the runner cannot sleep; nothing has changed then.
     """
     num_bytes = core.runner.sleep()
     core.scheduler.kv.reset_prefix_cache()

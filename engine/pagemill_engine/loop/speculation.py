@@ -10,15 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 
-from pagemill_engine.config import PROPOSER_GROUP, EngineConfig, SpeculationConfig
-from pagemill_engine.executing.base import RunnerInfo
+from pagemill_engine.config import EngineConfig
 from pagemill_engine.proposing.base import Method
 from pagemill_engine.proposing.draft import DraftMethod, Rounds
 from pagemill_engine.proposing.gain import MsOf
 from pagemill_engine.proposing.ngram import Ngrams
 from pagemill_engine.proposing.recent_answers import RecentAnswers
 from pagemill_engine.scheduler.proposals import Proposals
-from pagemill_engine.weights.errors import LoadError
+from pagemill_execution.config import PROPOSER_GROUP, SpeculationConfig
+from pagemill_execution.runners.base import RunnerInfo
+from pagemill_execution.weights.errors import LoadError
 
 BUILT_IN: Mapping[str, tuple[Callable[[], Method], ...]] = {
     "auto": (),

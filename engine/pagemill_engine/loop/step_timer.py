@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 
-from pagemill_engine.scheduler.step import StepPlan
+from pagemill_execution.step import StepPlan
 from pagemill_protocol.report.step_time import StepTimeModel
 
 GAIN = 0.4

@@ -14,7 +14,7 @@ from collections import deque
 
 from pagemill_engine.ipc.messages import StepOutputs
 from pagemill_engine.loop.core import EngineCore
-from pagemill_engine.scheduler.step import AdmittedSequence, HeldBlocks, StepPlan
+from pagemill_execution.step import AdmittedSequence, HeldBlocks, StepPlan
 from pagemill_protocol.report.step_time import StepSample, StepTimeModel, default_knots
 from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_protocol.request.pooling import PoolingParams

@@ -2,7 +2,7 @@
 
 The runner drafts for all sampling requests at once, a token of each in every round, so a round costs the same however
 many go on. A step whose tokens are drafted for is read before the next is planned: what was drafted is known then.
-`executing.drafter` runs the model.
+`pagemill_execution.runners.drafter` runs the model.
 """
 
 from __future__ import annotations

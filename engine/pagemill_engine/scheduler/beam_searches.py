@@ -17,7 +17,7 @@ from pagemill_engine.scheduler.beams import BeamSearch, Continuation
 from pagemill_engine.scheduler.order.sorted_sequences import serving_key
 from pagemill_engine.scheduler.sequence import Sequence, SequenceState
 from pagemill_engine.scheduler.sequences import Sequences
-from pagemill_engine.scheduler.step import TokenLogprobs
+from pagemill_execution.step import TokenLogprobs
 
 
 class BeamSearches:

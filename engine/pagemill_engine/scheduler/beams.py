@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from pagemill_engine.scheduler.step import TokenLogprobs
+from pagemill_execution.step import TokenLogprobs
 from pagemill_protocol.request.generate import FinishReason
 from pagemill_protocol.request.sampling import SamplingParams
 

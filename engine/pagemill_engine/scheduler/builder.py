@@ -13,7 +13,7 @@ from pagemill_engine.kv.manager import CacheManager
 from pagemill_engine.kv.tables import NO_NEW_BLOCKS, Allocation, Needs
 from pagemill_engine.scheduler.proposals import Proposal
 from pagemill_engine.scheduler.sequence import Sequence
-from pagemill_engine.scheduler.step import AdmittedSequence, HeldBlocks, PromptTargets, StepPlan, TableChanges
+from pagemill_execution.step import AdmittedSequence, HeldBlocks, PromptTargets, StepPlan, TableChanges
 
 
 class StepBuilder:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pagemill_engine.scheduler.choices import WaitingChoices
 from pagemill_engine.scheduler.order.sorted_sequences import SortedSequences
 from pagemill_engine.scheduler.sequence import Sequence
-from pagemill_engine.scheduler.step import StepPlan
+from pagemill_execution.step import StepPlan
 
 
 @dataclass(slots=True)

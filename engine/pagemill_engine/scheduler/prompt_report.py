@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from pagemill_engine.ipc.messages import LogprobsOut
-from pagemill_engine.scheduler.step import PromptTargets, TokenLogprobs
+from pagemill_execution.step import PromptTargets, TokenLogprobs
 
 
 @dataclass(slots=True, eq=False)

@@ -17,8 +17,8 @@ from pagemill_engine.proposing.draft import DraftProposer, Rounds
 from pagemill_engine.proposing.gain import MeasuredSteps, MsOf, StepShape, can_gain, choose
 from pagemill_engine.proposing.prediction import PredictionMethod
 from pagemill_engine.scheduler.sequence import Sequence, SequenceState
-from pagemill_engine.scheduler.step import StepPlan, StepResult
 from pagemill_engine.scheduler.token_masks import masks_along
+from pagemill_execution.step import StepPlan, StepResult
 from pagemill_protocol.request.sampling import SamplingParams
 
 if TYPE_CHECKING:

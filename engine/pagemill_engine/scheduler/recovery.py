@@ -12,7 +12,7 @@ from pagemill_engine.kv.block_pool import Block
 from pagemill_engine.scheduler.in_flight_steps import InFlightStep
 from pagemill_engine.scheduler.sequence import Sequence, SequenceState
 from pagemill_engine.scheduler.sequences import Sequences
-from pagemill_engine.scheduler.step import StepPlan
+from pagemill_execution.step import StepPlan
 
 
 class StepRecovery:

@@ -41,8 +41,8 @@ from pagemill_engine.scheduler.recovery import StepRecovery
 from pagemill_engine.scheduler.reporting.reports import QUEUED_STATES, engine_load, inconsistencies
 from pagemill_engine.scheduler.sequence import Sequence, SequenceState
 from pagemill_engine.scheduler.sequences import Sequences
-from pagemill_engine.scheduler.step import StepPlan, StepResult, TokenLogprobs
 from pagemill_engine.scheduler.token_masks import advance, begin_masks, take_forced
+from pagemill_execution.step import StepPlan, StepResult, TokenLogprobs
 from pagemill_protocol.report.state import EngineLoad
 from pagemill_protocol.request.generate import GenerateRequest
 

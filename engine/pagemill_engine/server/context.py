@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from pagemill_api.answers.registry import ParserSettings
 from pagemill_api.openai.render import fingerprint
 from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_engine.ipc.messages import Ready
@@ -20,6 +19,7 @@ from pagemill_engine.server.phases.state_stream import StatePublisher
 from pagemill_engine.server.request_memory import RequestMemory
 from pagemill_engine.server.settings import Settings
 from pagemill_protocol.errors import PagemillError, model_not_found, unavailable
+from pagemill_protocol.request.answer_format import ParserSettings
 from pagemill_servers.guard import ControlTokens
 from pagemill_servers.keys.ring import KeyRing
 from pagemill_servers.preparation_threads import PreparationThreads

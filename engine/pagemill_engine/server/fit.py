@@ -12,9 +12,9 @@ import msgspec
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.failure import StartupError
-from pagemill_engine.sizing.kv_sizes import cache_kinds, kv_bytes_per_token, max_model_len_for
-from pagemill_engine.sizing.memory import memory_limit
-from pagemill_engine.weights.errors import LoadError
+from pagemill_execution.sizing.kv_sizes import cache_kinds, kv_bytes_per_token, max_model_len_for
+from pagemill_execution.sizing.memory import memory_limit
+from pagemill_execution.weights.errors import LoadError
 from pagemill_kernels.kv_store.kinds import KVType
 from pagemill_models.sources import resolve_source
 from pagemill_models.spec.heads import eagle3_head, stored_mtp_head
@@ -81,7 +81,7 @@ def _weight_bytes(config: EngineConfig, spec: ModelSpec) -> int:
 
 
 def _draft_spec(config: EngineConfig, spec: ModelSpec, path: Path) -> ModelSpec | None:
-    """Return what drafts by the settings. Whether it fits the model is decided by `sizing.draft`. Raises
+    """Return what drafts by the settings. Whether it fits the model is decided by `pagemill_execution.sizing.draft`. Raises
     `SourceError`."""
     method, source = config.speculative.method, config.speculative.source
     if source is None:

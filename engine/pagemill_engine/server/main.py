@@ -22,7 +22,7 @@ import msgspec
 import uvloop
 from starlette.types import ASGIApp
 
-from pagemill_api.answers.registry import ParserSettings, check_parsers
+from pagemill_api.answers.registry import check_parsers
 from pagemill_api.grammars.check import CHECKS
 from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_api.text.turn_end import warn_of_turn_end
@@ -45,8 +45,8 @@ from pagemill_engine.server.request_memory import RequestMemory
 from pagemill_engine.server.routes.apps import control_app, data_app
 from pagemill_engine.server.routes.keys import internal_tokens, open_keys, with_token
 from pagemill_engine.server.settings import Settings
-from pagemill_engine.sizing.unused_settings import UnusedSetting, unused_settings, without
-from pagemill_engine.starting.opened_model import open_model
+from pagemill_execution.sizing.unused_settings import UnusedSetting, unused_settings, without
+from pagemill_execution.starting.opened_model import open_model
 from pagemill_models.sources import Opened, SourceError, default_name
 from pagemill_models.spec.model_files import load_model_spec
 from pagemill_models.tokenizer_files.load_bundle import load_bundle
@@ -54,6 +54,7 @@ from pagemill_models.tokenizer_files.resolved_defaults import with_defaults
 from pagemill_protocol.errors import ENGINE_CRASHED, ENGINE_FAILED, PagemillError, unavailable
 from pagemill_protocol.link import LINK_PROTOCOL
 from pagemill_protocol.report.adapters import NAMES_FILE, ModelNames
+from pagemill_protocol.request.answer_format import ParserSettings
 from pagemill_protocol.tokenizer_bundle import TokenizerBundle
 from pagemill_servers.connection import bounded_protocol
 from pagemill_servers.connection_limits import (

@@ -1,4 +1,4 @@
-"""What a node does that is not node 0: its processes compute, and it serves nothing (`starting.nodes`)."""
+"""What a node does that is not node 0: its processes compute, and it serves nothing (`pagemill_execution.starting.nodes`)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pagemill_protocol.source_errors import SourceError
 
 def compute_only(config: EngineConfig) -> None:
     """Return when node 0 has ended all, or at a signal. Raises `StartupError` if something failed."""
-    from pagemill_engine.starting.factory import find_model  # imports the kernels
-    from pagemill_engine.starting.nodes import run_node
-    from pagemill_engine.weights.errors import LoadError
+    from pagemill_execution.starting.factory import find_model  # imports the kernels
+    from pagemill_execution.starting.nodes import run_node
+    from pagemill_execution.weights.errors import LoadError
 
     try:
         run_node(config, find_model(config))

@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from pagemill_gateway.brain.interface import Brain
+from pagemill_routing.brain.interface import Brain
 
 POLL_S = 0.05
 

@@ -12,7 +12,7 @@ from functools import partial
 
 import aiohttp
 
-from pagemill_gateway.brain.observing import Observer
+from pagemill_routing.brain.observing import Observer
 
 logger = logging.getLogger("pagemill.gateway.state")
 

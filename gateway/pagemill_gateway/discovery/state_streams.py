@@ -22,8 +22,6 @@ from http import HTTPStatus
 import aiohttp
 import msgspec
 
-from pagemill_gateway.brain.endpoints.reports import StateGap
-from pagemill_gateway.brain.observing import Observer
 from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.discovery.bundles import BundleError, Bundles
 from pagemill_gateway.discovery.handover import DrainAcknowledgements
@@ -34,6 +32,8 @@ from pagemill_protocol.frames import FrameError
 from pagemill_protocol.peer_body import TooLarge, read_bounded
 from pagemill_protocol.report.state import GATEWAY_HEADER, StateFrame
 from pagemill_protocol.versions import PROTOCOL_HEADER, UnsupportedProtocol, check_peer, protocol_headers
+from pagemill_routing.brain.endpoints.reports import StateGap
+from pagemill_routing.brain.observing import Observer
 
 logger = logging.getLogger("pagemill.gateway.state")
 

@@ -16,7 +16,12 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from pagemill_gateway.brain.interface import (
+from pagemill_gateway.ipc import messages
+from pagemill_gateway.ipc.connection import IpcConnection, IpcConnectionLost
+from pagemill_gateway.limits import store
+from pagemill_gateway.ports import GatewayStatus, LocalWorkerPort, PlotPoint, WhatIf
+from pagemill_protocol.errors import PagemillError, unavailable
+from pagemill_routing.brain.interface import (
     DEFAULT_TICKET,
     Assignment,
     CompletedRequest,
@@ -29,11 +34,6 @@ from pagemill_gateway.brain.interface import (
     ServedName,
     Target,
 )
-from pagemill_gateway.ipc import messages
-from pagemill_gateway.ipc.connection import IpcConnection, IpcConnectionLost
-from pagemill_gateway.limits import store
-from pagemill_gateway.ports import GatewayStatus, LocalWorkerPort, PlotPoint, WhatIf
-from pagemill_protocol.errors import PagemillError, unavailable
 
 CONNECT_INTERVAL_S = 0.05
 REPLACEMENT_TIMEOUT_S = 30.0
@@ -98,7 +98,7 @@ class ControlProcessClient:
         if self._connection is not None:
             await self._connection.close()
 
-    # Methods of `brain.interface.Brain`.
+    # Methods of `pagemill_routing.brain.interface.Brain`.
 
     async def names(self) -> list[ServedName]:
         return await self._ask(messages.GetNames(), _names)

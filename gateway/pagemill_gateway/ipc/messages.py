@@ -1,7 +1,7 @@
 """The messages between workers and the control process: tagged msgspec structs in msgpack.
 
 A call has a number, and gets one reply or refusal with the same number; other messages have no answer. Docstrings of
-questions name the type of the answer. The values are those of `brain.interface`, `limits.store` and `ports`.
+questions name the type of the answer. The values are those of `pagemill_routing.brain.interface`, `limits.store` and `ports`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from pagemill_gateway.brain.interface import (
+from pagemill_gateway.limits import store
+from pagemill_gateway.ports import WhatIf
+from pagemill_routing.brain.interface import (
     CompletedRequest,
     FailureKind,
     QueueTicket,
@@ -19,8 +21,6 @@ from pagemill_gateway.brain.interface import (
     RoutingRequest,
     Target,
 )
-from pagemill_gateway.limits import store
-from pagemill_gateway.ports import WhatIf
 from pagemill_servers.keys.caller import Caller
 
 Question = TypeVar("Question")

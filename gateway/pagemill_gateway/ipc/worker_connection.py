@@ -15,12 +15,12 @@ from pathlib import Path
 
 import msgspec
 
-from pagemill_gateway.brain.interface import Assignment
 from pagemill_gateway.control_process import ControlProcess
 from pagemill_gateway.ipc import messages
 from pagemill_gateway.ipc.connection import IpcConnection, IpcConnectionLost
 from pagemill_gateway.limits.store import ExtensionRequest, ReservationAnswer, ReservationRequest
 from pagemill_gateway.ports import WorkerMeasurements
+from pagemill_routing.brain.interface import Assignment
 from pagemill_servers.keys.caller import Caller
 
 logger = logging.getLogger("pagemill.gateway.ipc")

@@ -14,7 +14,6 @@ from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
-from pagemill_gateway.brain.interface import Target
 from pagemill_gateway.limits.allowance import Allowance, Reserved, TokenNeed
 from pagemill_gateway.limits.joint import JointReservation, RefusedReservation, SingleReservation
 from pagemill_gateway.limits.refusals import Headers, level_headers, refusal, too_large
@@ -32,6 +31,7 @@ from pagemill_gateway.request_record import RequestRecord
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.request.continuing import can_be_continued
 from pagemill_protocol.request.generate import GenerateRequest
+from pagemill_routing.brain.interface import Target
 from pagemill_servers.keys.caller import Caller, Charge
 
 ARRIVING_RETRY_S = 1.0

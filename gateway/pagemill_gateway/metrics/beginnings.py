@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import get_args
 
-from pagemill_gateway.brain.interface import FailureKind
 from pagemill_protocol import metrics as specs
 from pagemill_protocol.report.outcomes import NO_CAPACITY, Outcome
+from pagemill_routing.brain.interface import FailureKind
 from pagemill_servers.keys.caller import Caller
 
 NO_TENANT = "-"

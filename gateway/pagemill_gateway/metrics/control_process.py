@@ -9,14 +9,14 @@ import time
 from collections.abc import Callable
 from itertools import product
 
-from pagemill_gateway.brain.queue import queues
-from pagemill_gateway.brain.queue.queues import QueueState
-from pagemill_gateway.brain.reading import Reader
-from pagemill_gateway.brain.resilience import poison_requests
 from pagemill_gateway.metrics.beginnings import NO_TENANT, begin_deployment, begin_gateway
 from pagemill_gateway.metrics.departed import Departed
 from pagemill_gateway.ports import WorkerMeasurements
 from pagemill_protocol import metrics as specs
+from pagemill_routing.brain.queue import queues
+from pagemill_routing.brain.queue.queues import QueueState
+from pagemill_routing.brain.reading import Reader
+from pagemill_routing.brain.resilience import poison_requests
 
 PHASES = ("ready", "starting", "stale", "ejected", "sleeping", "draining")
 

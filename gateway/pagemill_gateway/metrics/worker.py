@@ -8,12 +8,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection
 
-from pagemill_gateway.brain.interface import Assignment, FailureKind
 from pagemill_gateway.metrics.beginnings import ALL_MODELS, NO_TENANT, of_caller
 from pagemill_gateway.metrics.departed import Departed
 from pagemill_gateway.request_record import RequestRecord
 from pagemill_protocol import metrics as specs
 from pagemill_protocol.report.outcomes import COUNTED
+from pagemill_routing.brain.interface import Assignment, FailureKind
 from pagemill_servers.keys.caller import Caller
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
-from pagemill_gateway.brain.interface import Liveness
 from pagemill_protocol.frames import FrameError
 from pagemill_protocol.request.generate import FrameMeta
+from pagemill_routing.brain.interface import Liveness
 
 SILENCE_CHECKS = 4
 """The number of checks per silence timeout, of which all must find the engine silent. A pause of this process itself

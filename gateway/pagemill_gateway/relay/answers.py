@@ -11,7 +11,6 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
 from pagemill_api.dialects.registry import dialect_of
-from pagemill_gateway.brain.interface import RoutingRequest
 from pagemill_gateway.limits.allowance import Allowance
 from pagemill_gateway.relay.keep_alive import Write
 from pagemill_gateway.relay.preparation import PreparedRequest
@@ -20,6 +19,7 @@ from pagemill_gateway.relay.sinks import BodySink, Direct, PartWriter, Sink, Str
 from pagemill_gateway.request_record import RequestRecord
 from pagemill_protocol.json_pieces import pieces_of
 from pagemill_protocol.request.generate import GenerateRequest, Usage
+from pagemill_routing.brain.interface import RoutingRequest
 
 MAX_CONCURRENT_PROMPTS = 64
 """Limit for the running prompts of one client request; others wait."""

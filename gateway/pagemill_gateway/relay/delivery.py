@@ -8,11 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from pagemill_gateway.admission.attempts import Attempts
-from pagemill_gateway.brain.interface import Assignment, FailureKind, RoutingRequest, Target
 from pagemill_gateway.relay.answer_stream import AnswerStream, Frame
-from pagemill_gateway.relay.attempt_failures import DECLINES, UpstreamFailure
-from pagemill_gateway.relay.engine_failures import EngineFailures
 from pagemill_gateway.relay.growth import Growth
 from pagemill_gateway.relay.journal import Journal, JournalGap
 from pagemill_gateway.relay.sinks import Sink
@@ -20,6 +16,10 @@ from pagemill_gateway.request_record import AttemptRecord, RequestRecord
 from pagemill_protocol.errors import ENGINE_CRASHED, ENGINE_FAILED, RENDERING_FAILED, PagemillError
 from pagemill_protocol.frames import PartMeta
 from pagemill_protocol.request.generate import FrameMeta, GenerateRequest, Usage
+from pagemill_routing.attempts.attempt_failures import DECLINES, UpstreamFailure
+from pagemill_routing.attempts.attempts import Attempts
+from pagemill_routing.attempts.engine_failures import EngineFailures
+from pagemill_routing.brain.interface import Assignment, FailureKind, RoutingRequest, Target
 
 _encoder = msgspec.msgpack.Encoder()
 

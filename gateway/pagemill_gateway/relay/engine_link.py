@@ -17,15 +17,6 @@ from typing import cast
 import msgspec
 
 from pagemill_gateway.relay.answer_stream import SILENCE_CHECKS, AskLiveness, Frame, Take, check_order
-from pagemill_gateway.relay.attempt_failures import (
-    BROKE,
-    MAX_ERROR_BYTES,
-    SILENT,
-    TOO_SHORT,
-    UpstreamFailure,
-    garbage,
-    refusal,
-)
 from pagemill_protocol.frames import FrameDecoder, FrameError
 from pagemill_protocol.link import (
     CREDIT_BYTES,
@@ -37,6 +28,15 @@ from pagemill_protocol.link import (
     encode_number,
     encode_pieces,
     encode_record,
+)
+from pagemill_routing.attempts.attempt_failures import (
+    BROKE,
+    MAX_ERROR_BYTES,
+    SILENT,
+    TOO_SHORT,
+    UpstreamFailure,
+    garbage,
+    refusal,
 )
 
 MAX_DIGEST_CHARS = 256

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from pagemill_gateway.engine_http.connecting import Connector, Origin, request_head
 from pagemill_gateway.engine_http.engine_connection import ConnectionBroken, EngineConnection
-from pagemill_gateway.relay.attempt_failures import MAX_ERROR_BYTES, link_refusal
 from pagemill_gateway.relay.engine_link import Backlog, EngineLink, LinkTimeouts
 from pagemill_protocol.link import FREED_HEADER, LINK_PATH, LINK_PROTOCOL
+from pagemill_routing.attempts.attempt_failures import MAX_ERROR_BYTES, link_refusal
 
 IDLE_S = 300.0
 """A link without requests for this long is closed, because its engine may be gone from the catalogue."""

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 import msgspec
 
-from pagemill_api.answers.registry import AUTO, ParserSettings
+from pagemill_api.answers.registry import AUTO
 from pagemill_api.dialects import base
 from pagemill_api.dialects.base import Dialect, ParsedBody
 from pagemill_api.dialects.preparing import preparation_now, prepared, sampling_for
@@ -24,17 +24,17 @@ from pagemill_api.dialects.transport import RequestInfo
 from pagemill_api.openai.prepare import needs_check
 from pagemill_api.openai.schemas import SamplingFields
 from pagemill_api.text.tokenizer import Tokenizer
-from pagemill_gateway.brain.interface import Brain, QueueTicket, RoutingRequest, Target
 from pagemill_gateway.discovery.bundles import BundleError, Bundles
 from pagemill_gateway.limits.refusals import check_model, visible_to
 from pagemill_gateway.relay.keep_alive import Event, KeepAlive, Write
-from pagemill_gateway.relay.prompt_hashes import PromptHashes
 from pagemill_gateway.request_record import RequestRecord
-from pagemill_gateway.routing.prefix_hash import PREFIX_CHARS
 from pagemill_protocol.errors import PagemillError, unavailable
-from pagemill_protocol.request.answer_format import ControlTokenMode, HostedToolMode
+from pagemill_protocol.request.answer_format import ControlTokenMode, HostedToolMode, ParserSettings
 from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_protocol.request.sampling import MAX_ANSWER_VALUES, SamplingParams
+from pagemill_routing.brain.interface import Brain, QueueTicket, RoutingRequest, Target
+from pagemill_routing.policies.prefix_hash import PREFIX_CHARS
+from pagemill_routing.prompt_hashes import PromptHashes
 from pagemill_servers.keys.caller import Caller
 from pagemill_servers.keys.scope import cache_salt
 from pagemill_servers.preparation_threads import PreparationThreads

@@ -16,8 +16,21 @@ from hashlib import blake2b
 
 import msgspec
 
-from pagemill_gateway.admission.attempts import Attempts
-from pagemill_gateway.brain.interface import (
+from pagemill_gateway.limits.allowance import Allowance
+from pagemill_gateway.metrics.worker import WorkerMetrics
+from pagemill_gateway.relay.answer_stream import Frame
+from pagemill_gateway.relay.delivery import AnswerBroken, Delivery, forward, forward_nowait
+from pagemill_gateway.relay.growth import Growth
+from pagemill_gateway.relay.journal import Journal, JournalCapacity
+from pagemill_gateway.relay.keep_alive import KeepAlive
+from pagemill_gateway.relay.sinks import Sink
+from pagemill_gateway.relay.upstream import Upstream
+from pagemill_gateway.request_record import RequestRecord
+from pagemill_protocol.errors import PagemillError, bad_upstream, poison_request
+from pagemill_protocol.request.generate import GenerateRequest, Usage
+from pagemill_routing.attempts.attempt_failures import TOO_SHORT, UpstreamFailure, record_failure
+from pagemill_routing.attempts.attempts import Attempts
+from pagemill_routing.brain.interface import (
     NOT_READY,
     OTHER_WEIGHTS,
     Assignment,
@@ -28,19 +41,6 @@ from pagemill_gateway.brain.interface import (
     RoutingRequest,
     Target,
 )
-from pagemill_gateway.limits.allowance import Allowance
-from pagemill_gateway.metrics.worker import WorkerMetrics
-from pagemill_gateway.relay.answer_stream import Frame
-from pagemill_gateway.relay.attempt_failures import TOO_SHORT, UpstreamFailure, record_failure
-from pagemill_gateway.relay.delivery import AnswerBroken, Delivery, forward, forward_nowait
-from pagemill_gateway.relay.growth import Growth
-from pagemill_gateway.relay.journal import Journal, JournalCapacity
-from pagemill_gateway.relay.keep_alive import KeepAlive
-from pagemill_gateway.relay.sinks import Sink
-from pagemill_gateway.relay.upstream import Upstream
-from pagemill_gateway.request_record import RequestRecord
-from pagemill_protocol.errors import PagemillError, bad_upstream, poison_request
-from pagemill_protocol.request.generate import GenerateRequest, Usage
 
 LEAST_TIMED_TOKENS = 8
 """The number of tokens from which on an answer's time per token is measured."""

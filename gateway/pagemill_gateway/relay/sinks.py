@@ -12,9 +12,9 @@ from __future__ import annotations
 from typing import Protocol
 
 from pagemill_api.dialects.transport import SSE, Transport
-from pagemill_gateway.relay.attempt_failures import UpstreamFailure
 from pagemill_gateway.relay.keep_alive import Event, Write
 from pagemill_protocol.frames import PartMeta
+from pagemill_routing.attempts.attempt_failures import UpstreamFailure
 
 
 class Direct(Protocol):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pagemill_gateway.brain.interface import Assignment
 from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.engine_http.connecting import CannotConnect, origin_of
 from pagemill_gateway.relay.answer_stream import AnswerStream, AskLiveness
-from pagemill_gateway.relay.attempt_failures import BROKE, SILENT, UpstreamFailure
 from pagemill_gateway.relay.engine_link import LinkTimeouts
 from pagemill_gateway.relay.links import Links
+from pagemill_routing.attempts.attempt_failures import BROKE, SILENT, UpstreamFailure
+from pagemill_routing.brain.interface import Assignment
 from pagemill_servers.tls.certificates import EngineTrust
 
 

@@ -19,12 +19,12 @@ from pagemill_api.dialects.anthropic import message_batches
 from pagemill_api.dialects.registry import LIVE_PATHS, PAGES, READY_PATHS, generating_routes
 from pagemill_api.dialects.token_counts import TOKEN_COUNTS
 from pagemill_api.route_names import RouteNames
-from pagemill_gateway.brain.interface import RequestOutcome
 from pagemill_gateway.metrics.beginnings import UNKNOWN_MODEL
 from pagemill_gateway.request_record import RequestRecord
 from pagemill_gateway.spans import write_spans
 from pagemill_gateway.worker import Worker
 from pagemill_protocol.errors import MODEL_NOT_FOUND, PagemillError
+from pagemill_routing.brain.interface import RequestOutcome
 from pagemill_servers.errors import noted_error
 from pagemill_servers.request_middleware import request_id
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from starlette.types import Message, Receive, Scope
 
-from pagemill_gateway.admission.in_flight_limit import InFlightSlot
+from pagemill_gateway.limits.in_flight_limit import InFlightSlot
 from pagemill_protocol.errors import client_closed_request
 from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_servers.request_middleware import header

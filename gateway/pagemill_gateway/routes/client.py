@@ -13,7 +13,7 @@ from starlette.types import Send
 
 from pagemill_api.dialects.base import Dialect
 from pagemill_api.dialects.transport import SSE
-from pagemill_gateway.admission.in_flight_limit import InFlightSlot
+from pagemill_gateway.limits.in_flight_limit import InFlightSlot
 from pagemill_gateway.repeated_timeout import RepeatedTimeout
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.frames import PartMeta

@@ -11,8 +11,6 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from pagemill_gateway.brain.endpoints.deployment import DeploymentRecord
-from pagemill_gateway.brain.endpoints.record import EndpointRecord
 from pagemill_gateway.control_process import ControlProcess
 from pagemill_gateway.discovery.catalog import decode_catalog
 from pagemill_gateway.routes.load import LoadStream
@@ -21,6 +19,8 @@ from pagemill_protocol.errors import PagemillError, invalid_field, show
 from pagemill_protocol.frames import LOAD_CONTENT_TYPE
 from pagemill_protocol.report.state import EngineLoad
 from pagemill_protocol.versions import protocol_headers, require_protocol
+from pagemill_routing.brain.endpoints.deployment import DeploymentRecord
+from pagemill_routing.brain.endpoints.record import EndpointRecord
 from pagemill_servers.request_middleware import read_body
 
 DEFAULT_DECISIONS = 20

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagemill_api.dialects.error_shapes import error_body_at
-from pagemill_gateway.admission.in_flight_limit import InFlightSlot
+from pagemill_gateway.limits.in_flight_limit import InFlightSlot
 from pagemill_gateway.request_record import RequestRecord
 from pagemill_gateway.routes.client import PIECE_BYTES
 from pagemill_gateway.worker import Worker

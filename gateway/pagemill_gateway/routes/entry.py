@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from starlette.requests import Request
 
-from pagemill_gateway.admission.in_flight_limit import InFlightSlot
+from pagemill_gateway.limits.in_flight_limit import InFlightSlot
 from pagemill_gateway.limits.limiter import Arrival
 from pagemill_gateway.routes.access import record_of
 from pagemill_gateway.worker import Worker

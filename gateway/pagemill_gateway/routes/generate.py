@@ -18,7 +18,6 @@ from starlette.types import Receive, Scope, Send
 from pagemill_api.dialects.base import Dialect
 from pagemill_api.dialects.transport import RequestInfo
 from pagemill_api.openai.unread_fields import unread_headers
-from pagemill_gateway.brain.interface import QueueTicket
 from pagemill_gateway.limits.limiter import Reservation
 from pagemill_gateway.relay import answers
 from pagemill_gateway.relay.delivery import AnswerBroken
@@ -31,6 +30,7 @@ from pagemill_gateway.routes.connection import run_while_connected
 from pagemill_gateway.routes.entry import EnteredRequest, entered
 from pagemill_gateway.worker import Worker
 from pagemill_protocol.errors import PagemillError, bad_upstream, internal_error, invalid_field, show
+from pagemill_routing.brain.interface import QueueTicket
 from pagemill_servers.direct import direct_response
 from pagemill_servers.keys.caller import Caller
 from pagemill_servers.request_middleware import TIMEOUT_HEADER, check_json_content_type, header

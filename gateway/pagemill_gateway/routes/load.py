@@ -10,12 +10,12 @@ from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
-from pagemill_gateway.brain.load.measure import differs_only_in_age
 from pagemill_gateway.control_process import ControlProcess
 from pagemill_gateway.routes.connection import wait_until_disconnected
 from pagemill_protocol.frames import LOAD_CONTENT_TYPE, encode_load
 from pagemill_protocol.report.load import DeploymentLoad, LoadFrame
 from pagemill_protocol.versions import stream_headers
+from pagemill_routing.brain.load.measure import differs_only_in_age
 
 INTERVAL_S = 0.5
 """Interval of measurements; changes are published with the next one."""

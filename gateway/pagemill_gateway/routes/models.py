@@ -11,11 +11,11 @@ from starlette.responses import JSONResponse, Response
 
 from pagemill_api.dialects.model_lists import card_body, error_body_for, list_body
 from pagemill_api.openai import render
-from pagemill_gateway.brain.interface import ServedName
 from pagemill_gateway.limits.refusals import check_model
 from pagemill_gateway.routes.health import VERSION
 from pagemill_gateway.worker import Worker
 from pagemill_protocol.errors import model_not_found
+from pagemill_routing.brain.interface import ServedName
 from pagemill_servers.errors import with_errors
 from pagemill_servers.keys.caller import Caller
 from pagemill_servers.origin import forbidden

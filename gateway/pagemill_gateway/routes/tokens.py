@@ -16,8 +16,7 @@ from pagemill_api.openai import prepare, render
 from pagemill_api.openai.parse import parse_body
 from pagemill_api.openai.schemas import DetokenizeRequest
 from pagemill_api.text.tokenizer import Tokenizer
-from pagemill_gateway.admission.in_flight_limit import InFlightSlot
-from pagemill_gateway.brain.interface import Target
+from pagemill_gateway.limits.in_flight_limit import InFlightSlot
 from pagemill_gateway.limits.limiter import charges_of
 from pagemill_gateway.limits.refusals import check_model, visible_to
 from pagemill_gateway.request_record import RequestRecord
@@ -27,6 +26,7 @@ from pagemill_gateway.routes.connection import run_while_connected
 from pagemill_gateway.routes.entry import EnteredRequest, caller_of, entered
 from pagemill_gateway.worker import Worker
 from pagemill_protocol.errors import PagemillError, client_closed_request, invalid_field
+from pagemill_routing.brain.interface import Target
 from pagemill_servers.direct import direct_response
 from pagemill_servers.keys.caller import Caller
 from pagemill_servers.request_middleware import check_json_content_type, error_response

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from pagemill_gateway.brain.endpoints.deployment import DeploymentRecord
-from pagemill_gateway.brain.endpoints.record import EndpointRecord
-from pagemill_gateway.brain.reading import Reader
 from pagemill_gateway.ports import GatewayStatus
 from pagemill_protocol.report.state import StateFrame
+from pagemill_routing.brain.endpoints.deployment import DeploymentRecord
+from pagemill_routing.brain.endpoints.record import EndpointRecord
+from pagemill_routing.brain.reading import Reader
 
 
 def describe_fleet(reader: Reader, status: GatewayStatus) -> dict[str, Any]:

@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 import orjson
 
-from pagemill_gateway.brain.reading import Reader
 from pagemill_gateway.ports import PlotPoint
 from pagemill_protocol.report.load import DeploymentLoad
+from pagemill_routing.brain.reading import Reader
 
 INTERVAL_S = 5.0
 KEPT_S = 15 * 60.0

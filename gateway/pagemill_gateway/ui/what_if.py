@@ -12,12 +12,12 @@ from typing import Any
 
 import orjson
 
-from pagemill_gateway.brain.reading import Reader
 from pagemill_gateway.ports import WhatIf
 from pagemill_protocol.errors import PagemillError, invalid_field, show
 from pagemill_protocol.report.load import DeploymentLoad
 from pagemill_protocol.report.prediction import OfferedLoad, Prediction, Predictor
 from pagemill_protocol.report.shape import shape_of
+from pagemill_routing.brain.reading import Reader
 
 NEIGHBOURS = range(-1, 3)
 """The numbers of replicas that are shown besides the asked one, as differences."""

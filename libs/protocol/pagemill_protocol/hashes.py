@@ -6,7 +6,7 @@ adapter, KV type, block size, the version of this scheme, and the salt that sepa
 one prompt's KV to another, hence a cryptographic hash; 128 bits keep an index of 10**9 blocks below 10**-20.
 
 Only full blocks have a hash. The cache itself is in `pagemill_engine.kv`, the gateway's index in
-`pagemill_gateway.brain`; neither may compute hashes another way.
+`pagemill_routing.brain`; neither may compute hashes another way.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ line through the brain like any request, with low priority.
 from __future__ import annotations
 
 from pagemill_gateway.batches.idle import POLL_S
-from pagemill_gateway.brain.brain import LocalBrain
 from pagemill_gateway.config import BatchesConfig
+from pagemill_routing.brain.brain import LocalBrain
 from pagemill_simulator.events import Events, EventsLoop
 from pagemill_simulator.fleet.conversations import fresh_prompt
 from pagemill_simulator.fleet.event_log import EventLog

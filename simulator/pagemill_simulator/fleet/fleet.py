@@ -16,14 +16,14 @@ from contextlib import contextmanager
 from functools import partial
 
 from pagemill_engine.config import EngineConfig
-from pagemill_gateway.brain.brain import LocalBrain
-from pagemill_gateway.brain.interface import FailureKind
 from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.processes.garbage_collection import MIDDLE_ROUNDS, NEW_OBJECTS, YOUNG_ROUNDS
 from pagemill_operator.autoscaler.signals import Activity, GatewayReport, merge
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.report.load import DeploymentLoad, EngineReport
 from pagemill_protocol.report.state import StateFrame
+from pagemill_routing.brain.brain import LocalBrain
+from pagemill_routing.brain.interface import FailureKind
 from pagemill_simulator.events import Events, EventsLoop
 from pagemill_simulator.fleet.batch_lines import BatchLines
 from pagemill_simulator.fleet.conversations import Conversations

@@ -14,9 +14,16 @@ from functools import partial
 
 import msgspec
 
-from pagemill_gateway.admission.attempts import Attempts
-from pagemill_gateway.brain.brain import LocalBrain
-from pagemill_gateway.brain.interface import (
+from pagemill_gateway.relay.relay import LEAST_TIMED_TOKENS
+from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.hashes import token_bytes
+from pagemill_protocol.request.generate import ChoiceResume, GenerateRequest
+from pagemill_protocol.request.sampling import SamplingParams, is_low_priority
+from pagemill_routing.attempts.attempt_failures import UpstreamFailure, record_failure
+from pagemill_routing.attempts.attempts import Attempts
+from pagemill_routing.attempts.engine_failures import EngineFailures
+from pagemill_routing.brain.brain import LocalBrain
+from pagemill_routing.brain.interface import (
     Assignment,
     CompletedRequest,
     FailureKind,
@@ -27,13 +34,6 @@ from pagemill_gateway.brain.interface import (
     RoutingRequest,
     Target,
 )
-from pagemill_gateway.relay.attempt_failures import UpstreamFailure, record_failure
-from pagemill_gateway.relay.engine_failures import EngineFailures
-from pagemill_gateway.relay.relay import LEAST_TIMED_TOKENS
-from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.hashes import token_bytes
-from pagemill_protocol.request.generate import ChoiceResume, GenerateRequest
-from pagemill_protocol.request.sampling import SamplingParams, is_low_priority
 from pagemill_simulator.events import Events, EventsLoop
 from pagemill_simulator.fleet.engines.engines import SimulatedEngine, TokenDelivery
 from pagemill_simulator.fleet.outcome import Ending, FirstToken, Served

@@ -14,8 +14,8 @@ import msgspec
 
 from pagemill_engine.config import EngineConfig
 from pagemill_gateway.config import BatchesConfig, GatewayConfig
-from pagemill_gateway.routing.policies import check_policy
 from pagemill_protocol.resource.served import QueueLimits
+from pagemill_routing.policies.registry import check_policy
 from pagemill_simulator.adapters import AdapterSettings
 from pagemill_simulator.scaling.policy import ReplicaBounds
 

@@ -14,7 +14,7 @@ from ranked_engine import Ranks, rank_loader, saved
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loop.core import EngineCore
-from pagemill_engine.starting.factory import create_runner
+from pagemill_execution.starting.factory import create_runner
 from pagemill_kernels.cpu import launch, library
 from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_protocol.request.sampling import SamplingParams
@@ -136,9 +136,9 @@ def load_runner(model: str | Path, *, backend: str | None = None, by_torch: bool
     settings = {"dtype": "float32", "num_kv_blocks": 512, "max_model_len": 256, "num_threads": 1, **settings}
     with pytest.MonkeyPatch.context() as patch:
         if backend is not None:
-            patch.setattr("pagemill_engine.sizing.compute.cpu_backend", lambda *shape, **targets: (backend, backend))
+            patch.setattr("pagemill_execution.sizing.compute.cpu_backend", lambda *shape, **targets: (backend, backend))
         if by_torch:
-            patch.setattr("pagemill_engine.sizing.compute.can_fuse", lambda decoder: False)
+            patch.setattr("pagemill_execution.sizing.compute.can_fuse", lambda decoder: False)
         return create_runner(EngineConfig(model=str(model), **settings), lambda phase, detail: None)
 
 

@@ -130,7 +130,7 @@ def check(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "fault"),
     [
-        ("bloom", "pagemill_engine.adapters.reading.ungrouped"),
+        ("bloom", "pagemill_execution.adapters.reading.ungrouped"),
         ("granite", "pagemill_models.adapters.gguf_adapter._interleaved_heads"),
     ],
 )

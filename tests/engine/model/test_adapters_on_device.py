@@ -10,8 +10,8 @@ import pytest
 from peft_adapters import ATTENTION, PROMPTS, Base, write_adapter, write_base
 
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.executing.device.graphs import GraphShape
 from pagemill_engine.loop.core import EngineCore
+from pagemill_execution.runners.device.graphs import GraphShape
 from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_protocol.request.sampling import SamplingParams
 

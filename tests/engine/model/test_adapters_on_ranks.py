@@ -13,13 +13,13 @@ from node_engine import NodeThread, kept_threads, load_first, node_config, of_no
 from peft_adapters import ATTENTION, CASES, PROMPTS, Base, write_adapter, write_base
 from ranked_engine import SETTINGS, Ranks
 
-from pagemill_engine.adapters.messages import ReadAdapter
-from pagemill_engine.adapters.packing import pack_for_torch, pack_natively
-from pagemill_engine.adapters.ranks import FollowedAdapters, pack_part
-from pagemill_engine.adapters.reading import AdapterValues, BaseMatrix, read_values
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loop.core import EngineCore
-from pagemill_engine.sizing.sizing import weights_of
+from pagemill_execution.adapters.messages import ReadAdapter
+from pagemill_execution.adapters.packing import pack_for_torch, pack_natively
+from pagemill_execution.adapters.ranks import FollowedAdapters, pack_part
+from pagemill_execution.adapters.reading import AdapterValues, BaseMatrix, read_values
+from pagemill_execution.sizing.sizing import weights_of
 from pagemill_kernels.adapters.native import NativeAdapters
 from pagemill_kernels.cpu import library
 from pagemill_models.adapters.errors import AdapterError

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from pagemill_engine.weights.errors import LoadError
-from pagemill_engine.weights.safetensors_folder import SafetensorsFolder
+from pagemill_execution.weights.errors import LoadError
+from pagemill_execution.weights.safetensors_folder import SafetensorsFolder
 from pagemill_models.files.partial_download import FileLink, PartialDownload
 from pagemill_models.files.safetensors_header import INDEX_FILE
 

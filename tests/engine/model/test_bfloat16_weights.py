@@ -17,10 +17,10 @@ import transformers
 from tiny_llama import write_tiny_llama
 
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.decoders.native.decoder import NativeDecoder
-from pagemill_engine.decoders.on_torch.layers import Linear
-from pagemill_engine.sizing.compute import choose_compute
-from pagemill_engine.weights.opening import open_weights
+from pagemill_execution.decoders.native.decoder import NativeDecoder
+from pagemill_execution.decoders.on_torch.layers import Linear
+from pagemill_execution.sizing.compute import choose_compute
+from pagemill_execution.weights.opening import open_weights
 from pagemill_kernels.cpu import library, processor
 from pagemill_kernels.linear import cpu, native, onednn, reference
 from pagemill_models.spec.model_files import load_model_spec

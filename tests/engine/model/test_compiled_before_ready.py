@@ -18,9 +18,9 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton_device import HAS_GPU
 
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.executing.device.graphs import shapes_to_capture
-from pagemill_engine.starting import compiling
-from pagemill_engine.starting.compiling import compile_kernels
+from pagemill_execution.runners.device.graphs import shapes_to_capture
+from pagemill_execution.starting import compiling
+from pagemill_execution.starting.compiling import compile_kernels
 from pagemill_kernels.gpu import launch
 from pagemill_protocol.request.sampling import SamplingParams
 

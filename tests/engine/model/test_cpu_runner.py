@@ -12,9 +12,9 @@ import psutil
 import pytest
 from tiny_llama import write_tiny_llama
 
-from pagemill_engine.executing.inputs import RequestRows
-from pagemill_engine.executing.kv_cache import KVCache
-from pagemill_engine.scheduler.step import AdmittedSequence, HeldBlocks, StepPlan, StepResult, TableChanges
+from pagemill_execution.runners.inputs import RequestRows
+from pagemill_execution.runners.kv_cache import KVCache
+from pagemill_execution.step import AdmittedSequence, HeldBlocks, StepPlan, StepResult, TableChanges
 from pagemill_protocol.request.sampling import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
@@ -149,7 +149,7 @@ def test_more_requests_than_rows_is_an_error() -> None:
 
 
 def test_memory_follows_the_cgroup_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pagemill_engine.sizing import memory
+    from pagemill_execution.sizing import memory
 
     monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=10_000))
     assert memory.available_memory(tmp_path) == 10_000
@@ -173,7 +173,7 @@ def test_memory_follows_the_cgroup_limit(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_loading_a_model_reports_progress_in_order(folder: Path) -> None:
     from pagemill_engine.config import EngineConfig
-    from pagemill_engine.starting.factory import create_runner
+    from pagemill_execution.starting.factory import create_runner
 
     phases: list[str] = []
     config = EngineConfig(model=str(folder), dtype="float32", num_threads=1, num_kv_blocks=8)
@@ -184,7 +184,7 @@ def test_loading_a_model_reports_progress_in_order(folder: Path) -> None:
 def test_the_memory_limit_is_that_of_the_machine_or_of_the_cgroup(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from pagemill_engine.sizing import memory
+    from pagemill_execution.sizing import memory
 
     monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: SimpleNamespace(total=10_000))
     assert memory.memory_limit(tmp_path) == 10_000

@@ -13,8 +13,8 @@ from gguf_model import write_gguf
 from ranked_engine import BASE, saved
 
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.sizing.rank_parts import part_of
-from pagemill_engine.sizing.sizing import weights_of
+from pagemill_execution.sizing.rank_parts import part_of
+from pagemill_execution.sizing.sizing import weights_of
 from pagemill_models.spec.model_files import load_model_spec
 
 UNEVEN = {

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tiny_llama import write_tiny_llama
 
-from pagemill_engine.weights.errors import LoadError
+from pagemill_execution.weights.errors import LoadError
 from pagemill_kernels.arrays import Array
 from pagemill_kernels.cpu import library
 from pagemill_protocol.request.sampling import SamplingParams

@@ -27,13 +27,13 @@ from triton_device import DEVICE
 from waiting import SOON_S
 
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.executing.ranks.ranked import RankedRunner, RanksLostError
 from pagemill_engine.scheduler.proposals import Proposals
-from pagemill_engine.sizing.compute import choose_compute
-from pagemill_engine.starting import load_ranks
-from pagemill_engine.starting.load_device_ranks import check_devices
-from pagemill_engine.starting.preparing import ModelFiles
-from pagemill_engine.weights.errors import LoadError
+from pagemill_execution.runners.ranks.ranked import RankedRunner, RanksLostError
+from pagemill_execution.sizing.compute import choose_compute
+from pagemill_execution.starting import load_ranks
+from pagemill_execution.starting.load_device_ranks import check_devices
+from pagemill_execution.starting.preparing import ModelFiles
+from pagemill_execution.weights.errors import LoadError
 from pagemill_kernels.cpu import library
 from pagemill_models.spec.model_files import load_model_spec
 from pagemill_protocol.request.sampling import SamplingParams

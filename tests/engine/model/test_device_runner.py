@@ -15,14 +15,14 @@ from tiny_llama import write_tiny_llama
 from triton_device import DEVICE, NO_FP8
 
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.executing.device import device_runner
-from pagemill_engine.executing.device.device_rows import DeviceRows
-from pagemill_engine.executing.device.device_runner import DeviceRunner
-from pagemill_engine.executing.device.graphs import CudaGraphCapturer, GraphShape, shapes_to_capture
-from pagemill_engine.executing.errors import StepSkippedError
 from pagemill_engine.loop.core import EngineCore
-from pagemill_engine.sampling.rows import SamplingRows
-from pagemill_engine.scheduler.step import AdmittedSequence, HeldBlocks, StepPlan, TableChanges
+from pagemill_execution.runners.device import device_runner
+from pagemill_execution.runners.device.device_rows import DeviceRows
+from pagemill_execution.runners.device.device_runner import DeviceRunner
+from pagemill_execution.runners.device.graphs import CudaGraphCapturer, GraphShape, shapes_to_capture
+from pagemill_execution.runners.errors import StepSkippedError
+from pagemill_execution.sampling.rows import SamplingRows
+from pagemill_execution.step import AdmittedSequence, HeldBlocks, StepPlan, TableChanges
 from pagemill_kernels.kv_store import storage
 from pagemill_kernels.request_rows.layout import RowLayout
 from pagemill_kernels.request_rows.staging import Staging
@@ -569,7 +569,7 @@ def test_a_failing_device_is_reported_as_lost(tmp_path: Path) -> None:
     code = (
         "import torch\n"
         "from types import SimpleNamespace\n"
-        "from pagemill_engine.executing.device.device_runner import DeviceRunner\n"
+        "from pagemill_execution.runners.device.device_runner import DeviceRunner\n"
         "try:\n"
         "    torch.zeros(4, device='cuda')[torch.tensor([9], device='cuda')].cpu()\n"
         "except Exception as error:\n"

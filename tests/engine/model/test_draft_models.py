@@ -21,10 +21,11 @@ from safetensors.numpy import load_file, save_file
 from tiny_llama import write_tiny_llama
 
 from pagemill import LLM, SamplingParams, StructuredOutputsParams
-from pagemill_engine.config import EngineConfig, SpeculationConfig
+from pagemill_engine.config import EngineConfig
 from pagemill_engine.proposing.draft import Rounds
-from pagemill_engine.sizing.sizing import sizes_here
-from pagemill_engine.weights.errors import LoadError
+from pagemill_execution.config import SpeculationConfig
+from pagemill_execution.sizing.sizing import sizes_here
+from pagemill_execution.weights.errors import LoadError
 from pagemill_models.spec.model_files import load_model_spec
 
 PERSON = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 6}}, "required": ["name"]}
@@ -220,7 +221,7 @@ def test_either_model_may_run_on_torch(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, on_torch: list[bool]
 ) -> None:
     left = list(on_torch)
-    monkeypatch.setattr("pagemill_engine.sizing.compute.can_fuse", lambda decoder: not left.pop(0))
+    monkeypatch.setattr("pagemill_execution.sizing.compute.can_fuse", lambda decoder: not left.pop(0))
     with make(folders, "model", deterministic=False) as llm:
         params = SamplingParams(temperature=0.8, seed=5, max_tokens=30, ignore_eos=True)
         outputs = llm.generate([PREFIX, "x"], params, use_tqdm=False)

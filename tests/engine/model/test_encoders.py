@@ -20,10 +20,10 @@ from safetensors.torch import load_file, save_file
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loop.core import EngineCore
-from pagemill_engine.sizing.compute import check_pooled
-from pagemill_engine.sizing.unused_settings import unused_settings, without
-from pagemill_engine.starting.factory import create_runner
-from pagemill_engine.weights.errors import LoadError
+from pagemill_execution.sizing.compute import check_pooled
+from pagemill_execution.sizing.unused_settings import unused_settings, without
+from pagemill_execution.starting.factory import create_runner
+from pagemill_execution.weights.errors import LoadError
 from pagemill_kernels.cpu import library
 from pagemill_models.spec.model_files import load_model_spec
 from pagemill_models.spec.spec_from_config import check_config
@@ -128,7 +128,7 @@ WITHOUT_TORCH = """
 import sys
 sys.modules["torch"] = None
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.starting.factory import create_runner
+from pagemill_execution.starting.factory import create_runner
 config = EngineConfig(model=sys.argv[1], num_threads=1)
 runner = create_runner(config, lambda phase, detail: None)
 print(runner.info.weight_bytes > 0 and "torch" not in runner.info.compute)
@@ -168,7 +168,7 @@ def test_a_fault_in_a_native_encoder_changes_its_vectors(fault: str, tmp_path: P
 def test_the_torch_backend_equals_transformers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = write_encoder(*ALL[name], tmp_path)
     write_modules(tmp_path, "cls")
-    monkeypatch.setattr("pagemill_engine.sizing.compute.cpu_backend", lambda *shape, **targets: ("cpu", "cpu"))
+    monkeypatch.setattr("pagemill_execution.sizing.compute.cpu_backend", lambda *shape, **targets: ("cpu", "cpu"))
     torch.testing.assert_close(pooled(core_of(tmp_path), PROMPTS), vectors_of(model, "cls"), atol=TOLERANCE, rtol=0)
 
 

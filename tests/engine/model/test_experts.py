@@ -14,8 +14,8 @@ import torch
 from expert_models import MODELS, VARIANTS, make_family
 from greedy_families import NUM_TOKENS, Family, prompt_logprobs, tokens_of
 
-from pagemill_engine.decoders.on_torch.experts import MoE
-from pagemill_engine.weights.errors import LoadError
+from pagemill_execution.decoders.on_torch.experts import MoE
+from pagemill_execution.weights.errors import LoadError
 from pagemill_kernels.cpu import library
 from pagemill_kernels.experts.reference import route
 from pagemill_models.spec.model_files import load_model_spec

@@ -20,8 +20,8 @@ from packed_models import SHAPE, write_mxfp4
 from safetensors.torch import load_file, save_file
 
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.sizing.sizing import sizes_here, sizes_on_gpu
-from pagemill_engine.weights.errors import LoadError
+from pagemill_execution.sizing.sizing import sizes_here, sizes_on_gpu
+from pagemill_execution.weights.errors import LoadError
 from pagemill_models.spec.model_files import load_model_spec, load_spec_without_weights
 
 Loader = Callable[..., Any]

@@ -19,7 +19,7 @@ from family_models import MODELS, write_model
 from gguf_files import BEYOND, FILES, SAME_MAGNITUDE, assert_equal_answers
 from safetensors.torch import load_file, save_file
 
-from pagemill_engine.weights.errors import LoadError
+from pagemill_execution.weights.errors import LoadError
 from pagemill_models.families import baichuan, gemma2
 from pagemill_models.spec.model_files import load_model_spec
 

@@ -18,10 +18,10 @@ from hybrid_models import QWEN, write_hybrid
 from safetensors.torch import load_file, save_file
 
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.sizing.rank_parts import part_of
-from pagemill_engine.sizing.sizing import weights_of
-from pagemill_engine.weights.errors import LoadError
-from pagemill_engine.weights.gguf_weights import GGUFWeights
+from pagemill_execution.sizing.rank_parts import part_of
+from pagemill_execution.sizing.sizing import weights_of
+from pagemill_execution.weights.errors import LoadError
+from pagemill_execution.weights.gguf_weights import GGUFWeights
 from pagemill_models.spec.model_files import load_model_spec
 from pagemill_protocol.source_errors import SourceError
 

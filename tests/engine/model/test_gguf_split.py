@@ -10,8 +10,8 @@ import pytest
 from family_gguf import write_family_gguf
 from family_models import VARIANTS, write_model
 
-from pagemill_engine.weights.errors import LoadError
-from pagemill_engine.weights.gguf_weights import GGUFWeights
+from pagemill_execution.weights.errors import LoadError
+from pagemill_execution.weights.gguf_weights import GGUFWeights
 from pagemill_models.files.gguf_file import GGUFError, GGUFFile
 from pagemill_models.sources import FetchError, default_name, resolve_source
 from pagemill_models.sources.base import RemoteFile

@@ -17,11 +17,11 @@ from gguf_model import DRAWN, stored_blocks, write_gguf
 from greedy_families import greedy_reference
 
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.starting.factory import create_runner
-from pagemill_engine.weights.codes import read_codes
-from pagemill_engine.weights.dequantize import SCALED, _vectors, supported_types
-from pagemill_engine.weights.errors import LoadError
-from pagemill_engine.weights.gguf_weights import GGUFWeights
+from pagemill_execution.starting.factory import create_runner
+from pagemill_execution.weights.codes import read_codes
+from pagemill_execution.weights.dequantize import SCALED, _vectors, supported_types
+from pagemill_execution.weights.errors import LoadError
+from pagemill_execution.weights.gguf_weights import GGUFWeights
 from pagemill_kernels.cpu import library
 from pagemill_models.files.ggml_types import GGMLType
 

@@ -21,8 +21,8 @@ from greedy_families import greedy_reference
 from packages import install_package
 from transformers.models.gemma3.modeling_gemma3 import Gemma3Attention, Gemma3RotaryEmbedding
 
-from pagemill_engine.sizing.kv_sizes import kv_bytes_per_token
-from pagemill_engine.weights.errors import LoadError
+from pagemill_execution.sizing.kv_sizes import kv_bytes_per_token
+from pagemill_execution.weights.errors import LoadError
 from pagemill_kernels.kv_store.kinds import KVType, token_bytes
 from pagemill_models.spec.model_files import load_model_spec
 from pagemill_protocol.request.sampling import SamplingParams

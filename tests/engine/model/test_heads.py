@@ -20,14 +20,15 @@ from tiny_llama import write_tiny_llama
 from torch import Tensor
 
 from pagemill import LLM, BeamSearchParams, LoRARequest, SamplingParams, StructuredOutputsParams
-from pagemill_engine.config import EngineConfig, SpeculationConfig
-from pagemill_engine.decoders.head_states import HeadStates
-from pagemill_engine.decoders.native.head import NativeHead
-from pagemill_engine.decoders.on_torch.heads import HeadLayers
-from pagemill_engine.executing.drafter import Drafter
+from pagemill_engine.config import EngineConfig
 from pagemill_engine.proposing.draft import Rounds
-from pagemill_engine.sizing.sizing import sizes_here
-from pagemill_engine.weights.errors import LoadError
+from pagemill_execution.config import SpeculationConfig
+from pagemill_execution.decoders.head_states import HeadStates
+from pagemill_execution.decoders.native.head import NativeHead
+from pagemill_execution.decoders.on_torch.heads import HeadLayers
+from pagemill_execution.runners.drafter import Drafter
+from pagemill_execution.sizing.sizing import sizes_here
+from pagemill_execution.weights.errors import LoadError
 from pagemill_models.spec.heads import stored_mtp_head
 from pagemill_models.spec.model_files import load_model_spec
 from pagemill_protocol.request.generate import ChoiceResume, GenerateRequest
@@ -221,7 +222,7 @@ def test_either_may_run_on_torch(
     on_torch: tuple[bool, bool],
 ) -> None:
     left = list(on_torch)
-    monkeypatch.setattr("pagemill_engine.sizing.compute.can_fuse", lambda decoder: not left.pop(0))
+    monkeypatch.setattr("pagemill_execution.sizing.compute.can_fuse", lambda decoder: not left.pop(0))
     with make(folders, "llama") as llm:
         head = llm._core.runner._drafter._head
         assert isinstance(head, NativeHead) is not on_torch[1]
@@ -321,7 +322,7 @@ def test_planted_faults_change_what_is_drafted(
 def test_a_forgotten_map_of_tokens_changes_what_is_drafted(
     folders: dict[str, Path], drafted: Found, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pagemill_engine.sizing.draft.D2T", "absent")
+    monkeypatch.setattr("pagemill_execution.sizing.draft.D2T", "absent")
     with make(folders, "llama") as llm:
         answers(llm)
     assert wrong(Reference(folders, "llama"), drafted) > 0
@@ -478,12 +479,12 @@ def test_a_head_that_does_not_fit_is_refused(
 def test_heads_whose_layer_is_native_need_no_torch(
     name: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pagemill_engine.sizing.draft.find_spec", lambda name: None)
+    monkeypatch.setattr("pagemill_execution.sizing.draft.find_spec", lambda name: None)
     with make(folders, name) as llm:
         (out,) = llm.generate(PROMPTS[:1], SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True))
     assert out.metrics is not None
     assert out.metrics.num_proposed_tokens > 20
-    monkeypatch.setattr("pagemill_engine.sizing.compute.can_fuse", lambda decoder: False)
+    monkeypatch.setattr("pagemill_execution.sizing.compute.can_fuse", lambda decoder: False)
     with pytest.raises(LoadError, match="this head needs torch, which is not installed"):
         make(folders, name)
 

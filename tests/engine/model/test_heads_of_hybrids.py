@@ -23,11 +23,11 @@ from torch import Tensor
 
 from pagemill import LLM, SamplingParams
 from pagemill_engine import offline_prompts
-from pagemill_engine.decoders.head_states import HeadStates
-from pagemill_engine.decoders.native.head import NativeHead
 from pagemill_engine.scheduler.proposals import Proposals
-from pagemill_engine.weights.errors import LoadError
-from pagemill_engine.weights.opening import open_weights
+from pagemill_execution.decoders.head_states import HeadStates
+from pagemill_execution.decoders.native.head import NativeHead
+from pagemill_execution.weights.errors import LoadError
+from pagemill_execution.weights.opening import open_weights
 from pagemill_models.spec.heads import stored_mtp_head
 from pagemill_models.spec.model_files import load_model_spec
 from pagemill_models.tokenizer_files.load_bundle import load_bundle

@@ -160,7 +160,7 @@ def test_a_batch_gives_each_prompt_its_own_tokens(prompts: list[list[int]], smol
 def test_a_wrong_rope_base_is_detected(
     prompts: list[list[int]], reference: Any, smollm2_driver: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from pagemill_engine.decoders.rope import rope_tables
+    from pagemill_execution.decoders.rope import rope_tables
 
     runner = smollm2_driver.runner
     wrong = rope_tables(64, 1024, 10000.0, None)

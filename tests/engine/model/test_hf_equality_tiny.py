@@ -17,8 +17,8 @@ import torch
 import transformers
 from greedy_families import greedy_references
 
-from pagemill_engine.decoders.native.decoder import NativeDecoder
-from pagemill_engine.decoders.rope import rope_tables
+from pagemill_execution.decoders.native.decoder import NativeDecoder
+from pagemill_execution.decoders.rope import rope_tables
 from pagemill_kernels.cpu import library
 from pagemill_kernels.torch_arrays import to_torch
 

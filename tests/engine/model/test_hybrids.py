@@ -30,12 +30,13 @@ from hybrid_models import (
 from ranked_engine import SETTINGS, Ranks, answers
 from safetensors.numpy import load_file, save_file
 
-from pagemill_engine.config import EngineConfig, SpeculationConfig
-from pagemill_engine.decoders.step_model import StateArrays
-from pagemill_engine.executing.inputs import StateRows
+from pagemill_engine.config import EngineConfig
 from pagemill_engine.loop.core import EngineCore
-from pagemill_engine.sizing.sizing import weights_of
-from pagemill_engine.weights.errors import LoadError
+from pagemill_execution.config import SpeculationConfig
+from pagemill_execution.decoders.step_model import StateArrays
+from pagemill_execution.runners.inputs import StateRows
+from pagemill_execution.sizing.sizing import weights_of
+from pagemill_execution.weights.errors import LoadError
 from pagemill_kernels.cpu import library
 from pagemill_kernels.recurrent.batch import StateBatch
 from pagemill_models.declaration.declaration import DecoderSpec
@@ -372,7 +373,7 @@ def test_what_is_not_supported_with_states_is_refused_by_name(
     setting: str, value: Any, load: Load, runner_loader: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = load("qwen3.5-moe").folder
-    monkeypatch.setattr("pagemill_engine.sizing.sizing.open_weights", None)  # no weight is read
+    monkeypatch.setattr("pagemill_execution.sizing.sizing.open_weights", None)  # no weight is read
     converted = msgspec.convert({"model": "m", setting: value}, EngineConfig)
     with pytest.raises(LoadError, match=f"`{setting}.*which keeps recurrent states. Set {setting}"):
         runner_loader(folder, **{setting: getattr(converted, setting)})

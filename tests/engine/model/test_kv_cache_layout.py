@@ -14,10 +14,10 @@ from cut_kinds import with_blocks
 from declared_families import NAMES, declared
 from kv_machine import overlapped
 
-from pagemill_engine.executing.base import RunnerInfo
-from pagemill_engine.executing.device.device_kv_cache import DeviceKVCache
-from pagemill_engine.executing.kv_cache import KVCache
-from pagemill_engine.kv.split import end_of_ids
+from pagemill_execution.arena import end_of_ids
+from pagemill_execution.runners.base import RunnerInfo
+from pagemill_execution.runners.device.device_kv_cache import DeviceKVCache
+from pagemill_execution.runners.kv_cache import KVCache
 from pagemill_kernels.kv_store.kinds import KVType, token_bytes
 from pagemill_models.spec.model_spec import ModelSpec, kinds_of
 from pagemill_protocol.report.cache_kinds import CacheKind

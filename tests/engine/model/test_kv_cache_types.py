@@ -11,8 +11,8 @@ import pytest
 import torch
 from tiny_llama import write_tiny_llama
 
-from pagemill_engine.executing.device.device_kv_cache import DeviceKVCache
-from pagemill_engine.executing.kv_cache import KVCache
+from pagemill_execution.runners.device.device_kv_cache import DeviceKVCache
+from pagemill_execution.runners.kv_cache import KVCache
 from pagemill_kernels.cpu import library
 from pagemill_kernels.kv_store import storage
 from pagemill_kernels.kv_store.kinds import KVType

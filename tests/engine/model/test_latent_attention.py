@@ -18,9 +18,9 @@ from family_models import write_model
 from greedy_families import NUM_TOKENS, Family, tokens_of
 from safetensors.torch import load_file, save_file
 
-from pagemill_engine.decoders.on_torch.experts import MoE
-from pagemill_engine.decoders.on_torch.latent_attention import LatentAttention
-from pagemill_engine.weights.errors import LoadError
+from pagemill_execution.decoders.on_torch.experts import MoE
+from pagemill_execution.decoders.on_torch.latent_attention import LatentAttention
+from pagemill_execution.weights.errors import LoadError
 from pagemill_kernels.cpu import library
 from pagemill_models.sources import SourceError
 from pagemill_models.spec.model_files import load_model_spec

@@ -18,11 +18,11 @@ from tiny_llama import write_tiny_llama
 from triton.runtime.interpreter import InterpretedFunction
 from triton_device import HAS_GPU
 
-from pagemill_engine.executing.device import device_kv_cache, device_runner
-from pagemill_engine.executing.device.graphs import decode_shapes
-from pagemill_engine.scheduler.step import AdmittedSequence, HeldBlocks, StepPlan, TableChanges
-from pagemill_engine.sizing.memory import measure_memory
-from pagemill_engine.starting import load_device
+from pagemill_execution.runners.device import device_kv_cache, device_runner
+from pagemill_execution.runners.device.graphs import decode_shapes
+from pagemill_execution.sizing.memory import measure_memory
+from pagemill_execution.starting import load_device
+from pagemill_execution.step import AdmittedSequence, HeldBlocks, StepPlan, TableChanges
 from pagemill_kernels.gpu import launch
 from pagemill_kernels.registry import ops_for
 from pagemill_protocol.request.sampling import SamplingParams

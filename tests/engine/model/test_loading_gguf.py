@@ -12,13 +12,13 @@ import pytest
 import torch
 from gguf_model import HALVES
 
-from pagemill_engine.decoders.native.decoder import NativeDecoder
-from pagemill_engine.weights.codes import CODE_KINDS, read_blocks, read_codes
-from pagemill_engine.weights.dequantize import dequantize_into, supported_types
-from pagemill_engine.weights.early_digest import EarlyDigest
-from pagemill_engine.weights.errors import LoadError
-from pagemill_engine.weights.gguf_weights import GGUFWeights
-from pagemill_engine.weights.opening import open_weights
+from pagemill_execution.decoders.native.decoder import NativeDecoder
+from pagemill_execution.weights.codes import CODE_KINDS, read_blocks, read_codes
+from pagemill_execution.weights.dequantize import dequantize_into, supported_types
+from pagemill_execution.weights.early_digest import EarlyDigest
+from pagemill_execution.weights.errors import LoadError
+from pagemill_execution.weights.gguf_weights import GGUFWeights
+from pagemill_execution.weights.opening import open_weights
 from pagemill_kernels import torch_ops as native
 from pagemill_kernels.cpu import library
 from pagemill_kernels.linear import groups
@@ -222,7 +222,7 @@ def test_the_digest_depends_on_the_content(tmp_path: Path) -> None:
 
 
 def test_sampled_digests_cover_the_ends_and_the_middle(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pagemill_engine.weights import digest
+    from pagemill_execution.weights import digest
 
     monkeypatch.setattr(digest, "WHOLE_MODEL_BYTES", 0)
     data = np.zeros(digest.WHOLE_TENSOR_BYTES * 2, dtype=np.uint8)

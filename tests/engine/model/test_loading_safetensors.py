@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_llama import write_tiny_llama
 
-from pagemill_engine.weights.digest import StoredTensor, digest_tensors
-from pagemill_engine.weights.errors import LoadError
-from pagemill_engine.weights.safetensors_folder import SafetensorsFolder
+from pagemill_execution.weights.digest import StoredTensor, digest_tensors
+from pagemill_execution.weights.errors import LoadError
+from pagemill_execution.weights.safetensors_folder import SafetensorsFolder
 from pagemill_kernels.torch_arrays import from_torch
 from pagemill_models.files.safetensors_header import INDEX_FILE, SINGLE_FILE
 from pagemill_models.spec.model_files import load_model_spec
@@ -190,7 +190,7 @@ def test_a_cache_larger_than_any_machines_memory_is_refused(folder: Path, runner
 def test_a_cache_larger_than_the_containers_memory_is_refused(
     folder: Path, runner_loader: Loader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pagemill_engine.executing.kv_cache.memory_limit", lambda: 20 * 256 * 16)
+    monkeypatch.setattr("pagemill_execution.runners.kv_cache.memory_limit", lambda: 20 * 256 * 16)
     assert runner_loader(folder, num_kv_blocks=20, max_model_len=None).info.num_blocks == 20
     with pytest.raises(LoadError) as error:
         runner_loader(folder, num_kv_blocks=21, max_model_len=None)

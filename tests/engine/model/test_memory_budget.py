@@ -17,13 +17,13 @@ from tiny_llama import write_tiny_llama
 from torch.profiler import ProfilerActivity, profile
 
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.sampling.rows import SamplingRows
-from pagemill_engine.sampling.sampler import sample
-from pagemill_engine.scheduler.step import AdmittedSequence, HeldBlocks, StepPlan
-from pagemill_engine.sizing import memory
-from pagemill_engine.sizing.budget import DEFAULT_KV_BYTES, SAMPLER_FLOATS, Sizes, activation_bytes, plan_memory
-from pagemill_engine.sizing.memory import MemoryState, measure_memory
-from pagemill_engine.weights.errors import LoadError
+from pagemill_execution.sampling.rows import SamplingRows
+from pagemill_execution.sampling.sampler import sample
+from pagemill_execution.sizing import memory
+from pagemill_execution.sizing.budget import DEFAULT_KV_BYTES, SAMPLER_FLOATS, Sizes, activation_bytes, plan_memory
+from pagemill_execution.sizing.memory import MemoryState, measure_memory
+from pagemill_execution.step import AdmittedSequence, HeldBlocks, StepPlan
+from pagemill_execution.weights.errors import LoadError
 from pagemill_models.spec.model_files import load_model_spec
 from pagemill_models.spec.model_spec import ModelSpec
 from pagemill_protocol.request.sampling import SamplingParams

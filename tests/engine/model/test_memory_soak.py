@@ -20,7 +20,7 @@ import json, random, sys
 import psutil
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loop.core import EngineCore
-from pagemill_engine.starting.factory import create_runner
+from pagemill_execution.starting.factory import create_runner
 from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_protocol.request.sampling import SamplingParams
 

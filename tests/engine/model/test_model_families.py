@@ -20,7 +20,7 @@ import torch
 from family_models import GEMMA2, MODELS, ODD_SHAPES, VARIANTS, VOCAB_SIZE, write_model
 from greedy_families import LENGTHS, NUM_TOKENS, Family, family_of, tokens_of
 
-from pagemill_engine.decoders.native.decoder import NativeDecoder
+from pagemill_execution.decoders.native.decoder import NativeDecoder
 from pagemill_kernels.cpu import library
 
 Loader = Callable[..., Any]

@@ -15,7 +15,7 @@ from greedy_families import greedy_reference
 from packages import install_package
 from safetensors.torch import save_file
 
-from pagemill_engine.weights.errors import LoadError
+from pagemill_execution.weights.errors import LoadError
 from pagemill_models.declaration.known import known_architectures
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "how-to" / "add-a-model.md"

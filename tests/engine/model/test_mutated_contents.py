@@ -18,10 +18,10 @@ from mutated_models import VALUES
 from packed_records import RECORDS, Folder, tensors_of
 
 from examples import num_examples
-from pagemill_engine.weights.codes import CODE_KINDS, read_blocks, read_codes
-from pagemill_engine.weights.dequantize import block_bytes, dequantize_into
-from pagemill_engine.weights.errors import LoadError
-from pagemill_engine.weights.packed.formats import BUILT_IN
+from pagemill_execution.weights.codes import CODE_KINDS, read_blocks, read_codes
+from pagemill_execution.weights.dequantize import block_bytes, dequantize_into
+from pagemill_execution.weights.errors import LoadError
+from pagemill_execution.weights.packed.formats import BUILT_IN
 
 MAX_S = 2.0
 """CPU time for a matrix of a few thousand values."""

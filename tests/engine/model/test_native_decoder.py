@@ -12,8 +12,8 @@ import pytest
 import torch
 import transformers
 
-from pagemill_engine.decoders.native.decoder import NativeDecoder
-from pagemill_engine.executing.torch_model import TorchModel
+from pagemill_execution.decoders.native.decoder import NativeDecoder
+from pagemill_execution.runners.torch_model import TorchModel
 from pagemill_kernels.cpu import launch, library
 from pagemill_kernels.decoder_layer.native import CacheAddresses, NativeLayers
 from pagemill_kernels.decoder_layer.parts import LayerParts, MLPParts, NormParts, RecurrentParts, StatePlaces

@@ -19,9 +19,9 @@ from hybrid_models import MODELS, OTHERS, SHORT, STATE_SPACES, VARIANTS, check_g
 from in_ranks import by_threads, outputs_natively, outputs_on_torch, smaller, whole_of
 from scripted_adapters import MergedTensors, natively, scripted
 
-from pagemill_engine.decoders.native.decoder import NativeDecoder
-from pagemill_engine.decoders.native.layers import can_fuse
-from pagemill_engine.executing.torch_model import TorchModel
+from pagemill_execution.decoders.native.decoder import NativeDecoder
+from pagemill_execution.decoders.native.layers import can_fuse
+from pagemill_execution.runners.torch_model import TorchModel
 from pagemill_kernels.cpu import launch, library
 from pagemill_kernels.decoder_layer.native import NativeLayers
 from pagemill_kernels.decoder_layer.parts import LayerParts, MoEParts
@@ -122,7 +122,7 @@ import sys
 sys.modules["torch"] = None
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loop.core import EngineCore
-from pagemill_engine.starting.factory import create_runner
+from pagemill_execution.starting.factory import create_runner
 from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_protocol.request.sampling import SamplingParams
 

@@ -15,9 +15,9 @@ from greedy_families import NUM_TOKENS, family_of, tokens_of
 from msgspec.structs import asdict, replace
 
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.decoders.native import decoder
-from pagemill_engine.decoders.on_torch import blocks, latent_attention
 from pagemill_engine.loop.core import EngineCore
+from pagemill_execution.decoders.native import decoder
+from pagemill_execution.decoders.on_torch import blocks, latent_attention
 from pagemill_kernels.cpu import library
 from pagemill_models.spec.decoders import decoder_from_config
 from pagemill_models.spec.model_files import load_model_spec

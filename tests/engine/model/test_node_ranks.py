@@ -20,14 +20,15 @@ from node_engine import NodeProcess, NodeThread, kept_threads, load_first, node_
 from ranked_engine import BASE, LONG, ROUNDS, SETTINGS, Engine, answers, prompts_of, saved
 from waiting import SOON_S, WAIT_LIMIT_S, busy_factor
 
-from pagemill_engine.config import EngineConfig, NodesConfig
-from pagemill_engine.executing.ranks import speeds
-from pagemill_engine.executing.ranks.identity import RankIdentity
-from pagemill_engine.executing.ranks.ranked import RanksLostError
-from pagemill_engine.starting import load_ranks, node_rank, rendezvous
-from pagemill_engine.starting.rendezvous import open_to, token_of
-from pagemill_engine.starting.threads import threads_of_ranks
-from pagemill_engine.weights.errors import LoadError
+from pagemill_engine.config import EngineConfig
+from pagemill_execution.config import NodesConfig
+from pagemill_execution.runners.ranks import speeds
+from pagemill_execution.runners.ranks.identity import RankIdentity
+from pagemill_execution.runners.ranks.ranked import RanksLostError
+from pagemill_execution.starting import load_ranks, node_rank, rendezvous
+from pagemill_execution.starting.rendezvous import open_to, token_of
+from pagemill_execution.starting.threads import threads_of_ranks
+from pagemill_execution.weights.errors import LoadError
 from pagemill_kernels.cpu import library
 from pagemill_protocol.request.sampling import SamplingParams
 

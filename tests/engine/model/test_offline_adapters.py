@@ -13,10 +13,10 @@ from peft_adapters import Adapted, Base, write_adapter, write_base
 from safetensors.numpy import load_file, save_file
 
 from pagemill import LLM, LoRARequest, SamplingParams
-from pagemill_engine.adapters.starting import check_serves
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.executing.row_adapters import RowAdapters
-from pagemill_engine.starting.factory import LoadError, create_runner
+from pagemill_execution.adapters.starting import check_serves
+from pagemill_execution.runners.row_adapters import RowAdapters
+from pagemill_execution.starting.factory import LoadError, create_runner
 from pagemill_models.spec.model_spec import ModelSpec
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.request.pooling import PoolingSpec

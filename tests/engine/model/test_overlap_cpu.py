@@ -11,8 +11,8 @@ import torch
 from tiny_llama import write_tiny_llama
 
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.executing.eager import EagerRunner, ThreadedRunner
 from pagemill_engine.loop.core import EngineCore
+from pagemill_execution.runners.eager import EagerRunner, ThreadedRunner
 from pagemill_kernels.cpu import launch as native_launch
 from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_protocol.request.sampling import SamplingParams

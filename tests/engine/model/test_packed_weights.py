@@ -25,16 +25,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.decoders.errors import WeightsError
-from pagemill_engine.decoders.fitting import check_tensors
-from pagemill_engine.sizing.rank_parts import part_of
-from pagemill_engine.sizing.sizing import sizes_here, sizes_on_gpu, weights_of
-from pagemill_engine.starting.factory import create_runner
-from pagemill_engine.weights.codes import CodeKind
-from pagemill_engine.weights.errors import LoadError
-from pagemill_engine.weights.opening import open_weights
-from pagemill_engine.weights.packed.formats import BUILT_IN
-from pagemill_engine.weights.packed.matrix import PackedMatrix
+from pagemill_execution.decoders.errors import WeightsError
+from pagemill_execution.decoders.fitting import check_tensors
+from pagemill_execution.sizing.rank_parts import part_of
+from pagemill_execution.sizing.sizing import sizes_here, sizes_on_gpu, weights_of
+from pagemill_execution.starting.factory import create_runner
+from pagemill_execution.weights.codes import CodeKind
+from pagemill_execution.weights.errors import LoadError
+from pagemill_execution.weights.opening import open_weights
+from pagemill_execution.weights.packed.formats import BUILT_IN
+from pagemill_execution.weights.packed.matrix import PackedMatrix
 from pagemill_kernels.torch_arrays import to_torch
 from pagemill_models.declaration.quantization_settings import read_quantizations
 from pagemill_models.spec.model_files import load_model_spec, load_spec_without_weights

@@ -16,11 +16,11 @@ from gguf_model import write_gguf
 from s3_server import KEY, SECRET, CuttingProxy, S3Server, running_s3_server
 
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.sizing.rank_parts import part_of
-from pagemill_engine.sizing.sizing import weights_of
-from pagemill_engine.weights.early_digest import EarlyDigest
-from pagemill_engine.weights.errors import LoadError
-from pagemill_engine.weights.opening import open_weights
+from pagemill_execution.sizing.rank_parts import part_of
+from pagemill_execution.sizing.sizing import weights_of
+from pagemill_execution.weights.early_digest import EarlyDigest
+from pagemill_execution.weights.errors import LoadError
+from pagemill_execution.weights.opening import open_weights
 from pagemill_models.sources import Opened, open_by_parts
 from pagemill_models.sources.by_parts import has_parts
 from pagemill_models.spec.model_files import load_model_spec

@@ -15,12 +15,12 @@ import transformers
 from triton_device import DEVICE
 
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.executing.device.device_runner import DeviceRunner
-from pagemill_engine.executing.eager import ThreadedRunner
-from pagemill_engine.executing.prompt_logprobs import MIN_PIECE, PromptRows
 from pagemill_engine.ipc.messages import LogprobsOut
 from pagemill_engine.loop.core import EngineCore
-from pagemill_engine.scheduler.step import StepPlan
+from pagemill_execution.runners.device.device_runner import DeviceRunner
+from pagemill_execution.runners.eager import ThreadedRunner
+from pagemill_execution.runners.prompt_logprobs import MIN_PIECE, PromptRows
+from pagemill_execution.step import StepPlan
 from pagemill_protocol.request.generate import ChoiceResume, GenerateRequest
 from pagemill_protocol.request.sampling import SamplingParams
 

@@ -24,14 +24,15 @@ from ranked_engine import LONG, SETTINGS, Engine, Ranks
 
 from pagemill_api.structured_params import StructuredOutputsParams
 from pagemill_api.text.tokenizer import Tokenizer
-from pagemill_engine.config import EngineConfig, SpeculationConfig
-from pagemill_engine.decoders.step_model import StateArrays
-from pagemill_engine.executing.eager import ThreadedRunner
-from pagemill_engine.executing.inputs import StateRows
+from pagemill_engine.config import EngineConfig
 from pagemill_engine.kv.integrity import IntegrityError
 from pagemill_engine.kv.manager import CacheManager
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.scheduler.proposals import Proposals
+from pagemill_execution.config import SpeculationConfig
+from pagemill_execution.decoders.step_model import StateArrays
+from pagemill_execution.runners.eager import ThreadedRunner
+from pagemill_execution.runners.inputs import StateRows
 from pagemill_kernels.cpu import library
 from pagemill_kernels.recurrent.batch import StateBatch
 from pagemill_models.tokenizer_files.load_bundle import load_bundle

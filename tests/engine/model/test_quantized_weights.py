@@ -13,8 +13,8 @@ import torch
 import transformers
 from gguf_model import write_gguf
 
-from pagemill_engine.weights.opening import open_weights
-from pagemill_engine.weights.quantized import QuantizedWeights
+from pagemill_execution.weights.opening import open_weights
+from pagemill_execution.weights.quantized import QuantizedWeights
 from pagemill_kernels.arrays import Array
 from pagemill_kernels.cpu import library
 from pagemill_kernels.linear.quantize import quantize
@@ -149,7 +149,7 @@ def test_the_quantization_is_part_of_the_weights_digest(folder: Path, runner_loa
 def test_at_most_one_float_matrix_is_in_memory(
     folder: Path, runner_loader: Loader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from pagemill_engine.weights.safetensors_folder import SafetensorsFolder
+    from pagemill_execution.weights.safetensors_folder import SafetensorsFolder
 
     read_into, alive = SafetensorsFolder.read_into, dict[int, weakref.ref[Array]]()
     most: list[int] = []

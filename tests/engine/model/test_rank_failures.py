@@ -18,8 +18,8 @@ from hung_processes import hang
 from ranked_engine import ROUNDS, SETTINGS, Engine, Ranks, prompts_of, saved
 from waiting import SOON_S, WAIT_LIMIT_S, wait_until
 
-from pagemill_engine.executing.ranks.ranked import RanksLostError
-from pagemill_engine.starting import load_ranks
+from pagemill_execution.runners.ranks.ranked import RanksLostError
+from pagemill_execution.starting import load_ranks
 from pagemill_kernels.cpu import library
 from pagemill_protocol.request.sampling import SamplingParams
 

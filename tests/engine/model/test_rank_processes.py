@@ -18,12 +18,12 @@ from oracle_proposer import oracle
 from ranked_engine import BASE, LONG, ROUNDS, SETTINGS, Engine, Ranks, answers, prompts_of, saved
 
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.executing.eager import ThreadedRunner
-from pagemill_engine.executing.ranks.identity import RankIdentity, check_same
 from pagemill_engine.scheduler.proposals import Proposals
-from pagemill_engine.starting.factory import create_runner
-from pagemill_engine.weights.errors import LoadError
-from pagemill_engine.weights.safetensors_folder import SafetensorsFolder
+from pagemill_execution.runners.eager import ThreadedRunner
+from pagemill_execution.runners.ranks.identity import RankIdentity, check_same
+from pagemill_execution.starting.factory import create_runner
+from pagemill_execution.weights.errors import LoadError
+from pagemill_execution.weights.safetensors_folder import SafetensorsFolder
 from pagemill_kernels.cpu import library
 from pagemill_protocol.request.sampling import SamplingParams
 
@@ -180,7 +180,7 @@ def test_the_plan_of_memory_counts_what_all_ranks_hold(
 def test_a_follower_that_cannot_load_says_why(
     llama_folder: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pagemill_engine.starting.load_ranks.RANK_PROCESS", "json.tool")
+    monkeypatch.setattr("pagemill_execution.starting.load_ranks.RANK_PROCESS", "json.tool")
     with pytest.raises(LoadError, match="Rank 1 did not load its part of the model"):
         ranks(llama_folder, 2)
 
@@ -192,7 +192,7 @@ def test_ranks_that_differ_are_refused_before_anything_is_served(
 ) -> None:
     """The second rank has a newer revision of the model, or another version of the program."""
     other = saved("Llama", tmp_path / "other", initializer_range=0.2) if field == "weights" else OTHER_VERSION
-    monkeypatch.setattr("pagemill_engine.starting.load_ranks.RANK_PROCESS", "different_rank")
+    monkeypatch.setattr("pagemill_execution.starting.load_ranks.RANK_PROCESS", "different_rank")
     monkeypatch.setenv("PYTHONPATH", str(Path(different_rank.__file__).parent))
     monkeypatch.setenv(different_rank.VARIABLE, str(other))
     with pytest.raises(LoadError) as raised:

@@ -10,9 +10,9 @@ import pytest
 from oracle_proposer import oracle
 from ranked_engine import BASE, LONG, SETTINGS, Engine, Ranks, answers, prompts_of, saved
 
-from pagemill_engine.config import SpeculationConfig
 from pagemill_engine.scheduler.proposals import Proposals
-from pagemill_engine.weights.errors import LoadError
+from pagemill_execution.config import SpeculationConfig
+from pagemill_execution.weights.errors import LoadError
 from pagemill_kernels.cpu import library
 from pagemill_protocol.request.sampling import SamplingParams
 

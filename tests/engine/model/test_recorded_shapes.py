@@ -7,8 +7,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from pagemill_engine.executing.device.device_rows import DeviceStep
-from pagemill_engine.executing.device.graphs import decode_shapes, mixed_shapes, shapes_to_capture
+from pagemill_execution.runners.device.device_rows import DeviceStep
+from pagemill_execution.runners.device.graphs import decode_shapes, mixed_shapes, shapes_to_capture
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3, 100, 256, 1024])

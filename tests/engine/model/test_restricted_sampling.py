@@ -10,9 +10,9 @@ import pytest
 from tiny_llama import write_tiny_llama
 
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.executing.device.device_runner import DeviceRunner
 from pagemill_engine.ipc.messages import LogprobsOut
 from pagemill_engine.loop.core import EngineCore
+from pagemill_execution.runners.device.device_runner import DeviceRunner
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.request.generate import ChoiceResume, GenerateRequest
 from pagemill_protocol.request.sampling import SamplingParams

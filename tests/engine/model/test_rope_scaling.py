@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from examples import num_examples
-from pagemill_engine.decoders.rope import rope_tables
+from pagemill_execution.decoders.rope import rope_tables
 from pagemill_kernels.torch_arrays import to_torch
 from pagemill_models.declaration.config_values import ConfigValues
 from pagemill_models.declaration.declaration import RopeSpec

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from examples import num_examples
-from pagemill_engine.sampling.rows import SamplingRows
-from pagemill_engine.sampling.sampler import Sampled, sample
-from pagemill_engine.scheduler.step import AdmittedSequence
+from pagemill_execution.sampling.rows import SamplingRows
+from pagemill_execution.sampling.sampler import Sampled, sample
+from pagemill_execution.step import AdmittedSequence
 from pagemill_kernels.sampling import filters
 from pagemill_kernels.sampling.columns import Columns
 from pagemill_kernels.sampling.filters import DRAWS

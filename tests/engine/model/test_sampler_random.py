@@ -7,9 +7,9 @@ import math
 import numpy as np
 import torch
 
-from pagemill_engine.sampling.rows import SamplingRows
-from pagemill_engine.sampling.sampler import sample
-from pagemill_engine.scheduler.step import AdmittedSequence
+from pagemill_execution.sampling.rows import SamplingRows
+from pagemill_execution.sampling.sampler import sample
+from pagemill_execution.step import AdmittedSequence
 from pagemill_kernels.sampling import arithmetic, randomness
 from pagemill_protocol.request.sampling import SamplingParams
 

@@ -15,7 +15,7 @@ from adapter_engine import NUM_TOKENS, Engine
 from peft_adapters import ATTENTION, CASES, PROMPTS, Adapted, Base, write_adapter, write_base
 from safetensors.numpy import load_file, save_file
 
-from pagemill_engine.adapters.reading import read_values
+from pagemill_execution.adapters.reading import read_values
 from pagemill_models.adapters.errors import AdapterError
 from pagemill_models.adapters.folder import read_adapter
 from pagemill_models.spec.model_files import load_model_spec
@@ -43,7 +43,7 @@ def test_the_plan_has_the_memory_that_adapters_take(
     natively: bool, bases: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not natively:
-        monkeypatch.setattr("pagemill_engine.sizing.compute.can_fuse", lambda decoder: False)
+        monkeypatch.setattr("pagemill_execution.sizing.compute.can_fuse", lambda decoder: False)
     base = bases("llama")
     modules = [*ATTENTION, "gate_proj", "up_proj", "down_proj", "embed_tokens", "lm_head"]
     adapted = write_adapter(base, tmp_path, r=16, target_modules=modules)
@@ -93,7 +93,7 @@ def test_models_that_torch_runs_serve_them_too(
 ) -> None:
     name, settings = CASES[case]
     base = bases(name)
-    monkeypatch.setattr("pagemill_engine.sizing.compute.can_fuse", lambda decoder: False)
+    monkeypatch.setattr("pagemill_execution.sizing.compute.can_fuse", lambda decoder: False)
     check(Engine(base.folder), base, write_adapter(base, tmp_path, **settings))
 
 
@@ -274,8 +274,8 @@ def test_a_load_beside_steps_is_done_in_pieces(bases: Any, tmp_path: Path, monke
     base = bases("llama")
     engine = Engine(base.folder, max_loras=2)
     adapted = write_adapter(base, tmp_path, target_modules=["q_proj"])
-    monkeypatch.setattr("pagemill_engine.adapters.store.PIECE_S", 0.0)
-    monkeypatch.setattr("pagemill_engine.adapters.store.LONGEST_STEP_S", 60.0)
+    monkeypatch.setattr("pagemill_execution.adapters.store.PIECE_S", 0.0)
+    monkeypatch.setattr("pagemill_execution.adapters.store.LONGEST_STEP_S", 60.0)
     assert engine.core.adapters is not None
     store, num_turns = engine.core.adapters.store, 0
     store.pace.is_free = False

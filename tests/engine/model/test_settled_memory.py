@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from tiny_llama import write_tiny_llama
 
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.executing.device.graphs import shapes_to_capture
 from pagemill_engine.loop.core import EngineCore
-from pagemill_engine.sizing.budget import GPU_SHARE, MeasuredMemory, Sizes, plan_measured, plan_memory
-from pagemill_engine.sizing.memory import MemoryState
-from pagemill_engine.starting import compiling, load_device
-from pagemill_engine.starting.factory import create_runner
-from pagemill_engine.starting.memory_profiling import CudaMeter, profile_memory
-from pagemill_engine.weights.errors import LoadError
+from pagemill_execution.runners.device.graphs import shapes_to_capture
+from pagemill_execution.sizing.budget import GPU_SHARE, MeasuredMemory, Sizes, plan_measured, plan_memory
+from pagemill_execution.sizing.memory import MemoryState
+from pagemill_execution.starting import compiling, load_device
+from pagemill_execution.starting.factory import create_runner
+from pagemill_execution.starting.memory_profiling import CudaMeter, profile_memory
+from pagemill_execution.weights.errors import LoadError
 from pagemill_models.spec.model_files import load_model_spec
 from pagemill_models.spec.model_spec import ModelSpec
 

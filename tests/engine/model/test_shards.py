@@ -13,7 +13,7 @@ from in_ranks import by_threads, outputs_natively, outputs_on_torch, whole_of
 from scripted_adapters import natively as natively_adapted
 from scripted_adapters import on_torch, scripted
 
-from pagemill_engine.decoders.native.layers import can_fuse
+from pagemill_execution.decoders.native.layers import can_fuse
 from pagemill_kernels.cpu import library
 from pagemill_kernels.ranks.group import GroupAborted
 from pagemill_kernels.ranks.in_process import InProcessGroup

@@ -13,8 +13,8 @@ from outlines import outline
 from tiny_llama import write_tiny_llama
 
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.sizing.sizing import gpu_storage_forms, sizes_here, sizes_on_gpu
-from pagemill_engine.starting.factory import create_runner
+from pagemill_execution.sizing.sizing import gpu_storage_forms, sizes_here, sizes_on_gpu
+from pagemill_execution.starting.factory import create_runner
 from pagemill_kernels.registry import ops_for
 from pagemill_models.spec.model_files import load_model_spec, load_spec_without_weights
 

@@ -13,12 +13,12 @@ import torch
 from tiny_llama import write_tiny_llama
 from triton_device import HAS_GPU
 
-from pagemill_engine.decoders.on_torch.filling import weight_tensors
-from pagemill_engine.executing.device import sleeping
-from pagemill_engine.executing.device.sleeping import HostWeights
-from pagemill_engine.executing.eager import ThreadedRunner
-from pagemill_engine.executing.kv_cache import KVCache
-from pagemill_engine.executing.sleep import SleepError
+from pagemill_execution.decoders.on_torch.filling import weight_tensors
+from pagemill_execution.runners.device import sleeping
+from pagemill_execution.runners.device.sleeping import HostWeights
+from pagemill_execution.runners.eager import ThreadedRunner
+from pagemill_execution.runners.kv_cache import KVCache
+from pagemill_execution.runners.sleep import SleepError
 
 PROMPT = [(7 * index) % 64 for index in range(20)]
 SPEC: Any = SimpleNamespace(cache_shapes=[(4, 64)] * 2)

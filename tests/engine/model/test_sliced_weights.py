@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from declared_families import declared
 
-from pagemill_engine.decoders.errors import WeightsError
-from pagemill_engine.decoders.fitting import check_tensors
-from pagemill_engine.weights.codes import CodeKind
-from pagemill_engine.weights.errors import LoadError
-from pagemill_engine.weights.sliced import SlicedTensors
-from pagemill_engine.weights.source import CutWeights
+from pagemill_execution.decoders.errors import WeightsError
+from pagemill_execution.decoders.fitting import check_tensors
+from pagemill_execution.weights.codes import CodeKind
+from pagemill_execution.weights.errors import LoadError
+from pagemill_execution.weights.sliced import SlicedTensors
+from pagemill_execution.weights.source import CutWeights
 from pagemill_kernels.arrays import Array
 from pagemill_kernels.linear.groups import CodeBlocks, GroupCodes
 from pagemill_kernels.linear.quantize import quantize

@@ -22,11 +22,11 @@ from pagemill_api.structural_tags import JsonSchema, write_tag
 from pagemill_api.structured_params import StructuredOutputsParams
 from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.executing import eager
 from pagemill_engine.grammar.compiler import GrammarCompiler
 from pagemill_engine.grammar.state import begin_masks
 from pagemill_engine.loop.core import EngineCore
-from pagemill_engine.scheduler.step import StepResult
+from pagemill_execution.runners import eager
+from pagemill_execution.step import StepResult
 from pagemill_models.tokenizer_files.load_bundle import load_bundle
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.request.answer_format import AnswerFormat

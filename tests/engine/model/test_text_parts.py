@@ -14,7 +14,7 @@ from greedy_families import NUM_TOKENS, Family, family_of, tokens_of
 from multimodal_models import MODELS, write_multimodal
 from safetensors.torch import load_file, save_file
 
-from pagemill_engine.weights.errors import LoadError
+from pagemill_execution.weights.errors import LoadError
 from pagemill_models.files.encoder_files import is_of_encoder
 from pagemill_models.spec.model_files import load_model_spec
 

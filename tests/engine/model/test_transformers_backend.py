@@ -16,8 +16,8 @@ import torch
 import transformers
 
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.starting.factory import create_runner
-from pagemill_engine.weights.errors import LoadError
+from pagemill_execution.starting.factory import create_runner
+from pagemill_execution.weights.errors import LoadError
 from pagemill_models.declaration.errors import UnsupportedModelArchitecture
 from pagemill_models.declaration.known import known_architectures
 from pagemill_models.spec.model_files import load_model_spec
@@ -117,7 +117,7 @@ def test_a_planted_fault_in_the_order_of_heads_is_detected(
     make_driver: Callable[[Any], Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from pagemill_engine.decoders.by_transformers import attention
+    from pagemill_execution.decoders.by_transformers import attention
 
     expected = generated(write(tmp_path, "HeliumForCausalLM"))
     attend = attention.attend
@@ -154,7 +154,7 @@ def test_models_with_other_state_than_keys_and_values_are_refused_by_their_heade
 def test_unsupported_arguments_of_attention_are_refused_before_ready(
     tmp_path: Path, runner_loader: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from pagemill_engine.decoders.by_transformers import attention
+    from pagemill_execution.decoders.by_transformers import attention
 
     monkeypatch.setattr(attention, "WITHOUT_EFFECT", ("is_causal",))
     write(tmp_path, "HeliumForCausalLM")

@@ -15,15 +15,15 @@ from triton.runtime.errors import OutOfResources
 from triton_device import DEVICE, HAS_GPU, NO_FP8
 
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.decoders.on_torch.layers import Linear
-from pagemill_engine.executing.device import device_runner
-from pagemill_engine.sizing import budget, compute
-from pagemill_engine.sizing.memory import MemoryState
-from pagemill_engine.starting import load_device
-from pagemill_engine.starting.compiling import compile_kernels, run_largest, step_shapes
-from pagemill_engine.weights.errors import LoadError
-from pagemill_engine.weights.opening import open_weights
-from pagemill_engine.weights.quantized import QuantizedWeights
+from pagemill_execution.decoders.on_torch.layers import Linear
+from pagemill_execution.runners.device import device_runner
+from pagemill_execution.sizing import budget, compute
+from pagemill_execution.sizing.memory import MemoryState
+from pagemill_execution.starting import load_device
+from pagemill_execution.starting.compiling import compile_kernels, run_largest, step_shapes
+from pagemill_execution.weights.errors import LoadError
+from pagemill_execution.weights.opening import open_weights
+from pagemill_execution.weights.quantized import QuantizedWeights
 from pagemill_kernels.gpu import launch
 from pagemill_kernels.gpu.driver import Driver
 from pagemill_kernels.linear import triton_launch as linear
@@ -342,7 +342,7 @@ def test_without_a_device_cuda_is_refused_and_auto_selects_the_cpu(
 def test_cuda_without_torch_is_refused_with_both_remedies(
     folder: Path, runner_loader: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pagemill_engine.sizing.compute.has_torch", lambda: False)
+    monkeypatch.setattr("pagemill_execution.sizing.compute.has_torch", lambda: False)
     with pytest.raises(LoadError, match=r"DeviceUnavailable: .* needs torch, .* image for GPUs, .* device to cpu"):
         runner_loader(folder, device="cuda")
 

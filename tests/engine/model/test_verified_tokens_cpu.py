@@ -22,13 +22,13 @@ from pagemill_api.structural_tags import JsonSchema, write_tag
 from pagemill_api.structured_params import StructuredOutputsParams
 from pagemill_api.text.tokenizer import Tokenizer
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.executing.eager import ThreadedRunner
 from pagemill_engine.kv.integrity import IntegrityError
 from pagemill_engine.kv.manager import CacheManager
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.proposing.ngram import Ngrams
-from pagemill_engine.sampling import runs, sampler
 from pagemill_engine.scheduler.proposals import Proposals
+from pagemill_execution.runners.eager import ThreadedRunner
+from pagemill_execution.sampling import runs, sampler
 from pagemill_models.tokenizer_files.load_bundle import load_bundle
 from pagemill_protocol.request.answer_format import AnswerFormat
 from pagemill_protocol.request.generate import ChoiceResume, GenerateRequest

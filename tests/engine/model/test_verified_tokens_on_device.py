@@ -11,10 +11,10 @@ from oracle_proposer import oracle
 from tiny_llama import write_tiny_llama
 
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.executing.device import device_runner
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.scheduler.proposals import Proposals
-from pagemill_engine.scheduler.step import AdmittedSequence, HeldBlocks, StepPlan
+from pagemill_execution.runners.device import device_runner
+from pagemill_execution.step import AdmittedSequence, HeldBlocks, StepPlan
 from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_protocol.request.sampling import SamplingParams
 

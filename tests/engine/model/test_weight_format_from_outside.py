@@ -18,10 +18,10 @@ from packages import install_package
 from safetensors.torch import save_file
 
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.sizing.sizing import sizes_here
-from pagemill_engine.weights.codes import CodeKind
-from pagemill_engine.weights.errors import LoadError
-from pagemill_engine.weights.opening import open_weights, stored_as
+from pagemill_execution.sizing.sizing import sizes_here
+from pagemill_execution.weights.codes import CodeKind
+from pagemill_execution.weights.errors import LoadError
+from pagemill_execution.weights.opening import open_weights, stored_as
 from pagemill_models.sources import SourceError
 from pagemill_models.spec.model_files import load_model_spec, load_spec_without_weights
 from pagemill_models.spec.spec_from_config import check_config

@@ -17,8 +17,8 @@ from pagemill_engine.config import EngineConfig
 from pagemill_engine.kv.integrity import check_integrity
 from pagemill_engine.kv.manager import CacheManager
 from pagemill_engine.loop.core import EngineCore
-from pagemill_engine.scheduler.step import StepPlan
-from pagemill_engine.sizing.kv_sizes import cache_kinds, kv_bytes_per_token
+from pagemill_execution.sizing.kv_sizes import cache_kinds, kv_bytes_per_token
+from pagemill_execution.step import StepPlan
 from pagemill_kernels.kv_store.kinds import token_bytes
 from pagemill_models.spec.model_files import load_model_spec
 from pagemill_models.spec.model_spec import ModelSpec, kinds_of

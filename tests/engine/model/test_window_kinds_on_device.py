@@ -14,13 +14,13 @@ from family_models import GEMMA3, GEMMA4, write_model
 from triton_device import DEVICE
 
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.executing.device.device_runner import DeviceRunner
-from pagemill_engine.executing.device.graphs import shapes_to_capture
 from pagemill_engine.kv import manager
 from pagemill_engine.loop.core import EngineCore
-from pagemill_engine.sizing.budget import Sizes
-from pagemill_engine.sizing.memory import MemoryState
-from pagemill_engine.starting.memory_profiling import profile_memory
+from pagemill_execution.runners.device.device_runner import DeviceRunner
+from pagemill_execution.runners.device.graphs import shapes_to_capture
+from pagemill_execution.sizing.budget import Sizes
+from pagemill_execution.sizing.memory import MemoryState
+from pagemill_execution.starting.memory_profiling import profile_memory
 from pagemill_models.spec.model_files import load_model_spec
 from pagemill_protocol.report.cache_kinds import first_needed, one_kind, sequence_bytes
 from pagemill_protocol.request.generate import GenerateRequest

@@ -18,11 +18,12 @@ import pytest
 from waiting import WAIT_LIMIT_S, wait_until
 
 from pagemill_engine import drain
-from pagemill_engine.config import EngineConfig, NodesConfig
+from pagemill_engine.config import EngineConfig
 from pagemill_engine.failure import StartupError
 from pagemill_engine.server.settings import load_settings
-from pagemill_engine.starting import rendezvous
-from pagemill_engine.starting.nodes import RANK_PROCESS, NodeRankSettings
+from pagemill_execution.config import NodesConfig
+from pagemill_execution.starting import rendezvous
+from pagemill_execution.starting.nodes import RANK_PROCESS, NodeRankSettings
 from pagemill_operator.backends.local.ports import free_port
 
 NODES = {"count": 2, "of_group": True}
@@ -122,7 +123,7 @@ import sys
 from pathlib import Path
 import msgspec
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.starting import nodes
+from pagemill_execution.starting import nodes
 class Ended:
     def __init__(self, *_): pass
     def wait(self): print("ended", flush=True)

@@ -12,7 +12,7 @@ from arriving_models import FILES, Origin, damage, from_registry, weight_bytes, 
 from waiting import wait_until
 
 from pagemill import LLM, AsyncLLM, SamplingParams
-from pagemill_engine.weights.files import WeightFiles
+from pagemill_execution.weights.files import WeightFiles
 from pagemill_models.sources import SourceError
 from pagemill_models.sources.store.part import PartFile
 

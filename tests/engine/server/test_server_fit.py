@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from pagemill_engine.config import EngineConfig, SpeculationConfig
+from pagemill_engine.config import EngineConfig
 from pagemill_engine.failure import StartupError
 from pagemill_engine.server import fit
-from pagemill_engine.sizing import memory
+from pagemill_execution.config import SpeculationConfig
+from pagemill_execution.sizing import memory
 from pagemill_models.sources import resolve_source
 from pagemill_models.spec.heads import mtp_head
 from pagemill_models.spec.model_files import load_model_spec

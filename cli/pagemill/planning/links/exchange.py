@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from pagemill.planning.accelerators import DEVICES_PER_NODE, Accelerator, Link
-from pagemill_engine.sizing.budget import RankSizes
+from pagemill_execution.sizing.budget import RankSizes
 from pagemill_models.declaration.declaration import DecoderSpec
 
 LINK_SHARE = 0.7

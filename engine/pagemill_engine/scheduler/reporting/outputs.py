@@ -9,7 +9,7 @@ import msgspec
 from pagemill_engine.ipc.messages import LogprobsOut, TokensOut
 from pagemill_engine.scheduler.beams import BeamSearch
 from pagemill_engine.scheduler.sequence import Sequence
-from pagemill_engine.scheduler.step import TokenLogprobs
+from pagemill_execution.step import TokenLogprobs
 from pagemill_protocol.request.generate import FinishReason
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from pagemill_gateway.brain.resilience.poison_memory import KEPT_S, MAX_KEPT, Poison
 from pagemill_gateway.limits.redis.link import RedisLink, RedisUnavailable
+from pagemill_routing.brain.resilience.poison_memory import KEPT_S, MAX_KEPT, Poison
 
 logger = logging.getLogger("pagemill.gateway.limits")
 

@@ -16,8 +16,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from pagemill_api.dialects.openai_responses.conversations import ConversationRequest, ItemsRequest, MetadataRequest
-from pagemill_gateway.admission.in_flight_limit import InFlightSlot
 from pagemill_gateway.config import StoredResponsesConfig
+from pagemill_gateway.limits.in_flight_limit import InFlightSlot
 from pagemill_gateway.routes.body import parsed_bytes, read_counted
 from pagemill_gateway.routes.entry import caller_of, entered
 from pagemill_gateway.routes.listing import page_of

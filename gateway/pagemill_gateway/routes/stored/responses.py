@@ -21,8 +21,8 @@ from starlette.responses import JSONResponse, Response
 from pagemill_api.dialects.base import Dialect
 from pagemill_api.dialects.openai_responses.responses import ResponsesDialect, StoredResponsesDialect
 from pagemill_api.dialects.transport import RequestInfo
-from pagemill_gateway.admission.in_flight_limit import InFlightSlot
 from pagemill_gateway.config import StoredResponsesConfig
+from pagemill_gateway.limits.in_flight_limit import InFlightSlot
 from pagemill_gateway.request_record import RequestRecord
 from pagemill_gateway.routes.access import AccessLog
 from pagemill_gateway.routes.body import parsed_bytes

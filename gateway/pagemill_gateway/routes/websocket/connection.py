@@ -16,7 +16,7 @@ from websockets.exceptions import InvalidState
 from websockets.frames import CloseCode, Frame, Opcode
 from websockets.protocol import Protocol, Side, State
 
-from pagemill_gateway.admission.in_flight_limit import InFlightSlot
+from pagemill_gateway.limits.in_flight_limit import InFlightSlot
 from pagemill_protocol.errors import PagemillError, request_timeout
 from pagemill_servers.connection_limits import Place
 from pagemill_servers.direct import UpgradedProtocol

@@ -37,24 +37,13 @@ from pagemill_api.answers.formats.mistral import MistralParser
 from pagemill_api.answers.formats.pythonic import PythonicParser
 from pagemill_api.answers.formats.tagged import TaggedParser, Tags
 from pagemill_api.answers.formats.think import ThinkParser
-from pagemill_protocol.request.answer_format import AnswerFormat, ControlTokenMode, HostedToolMode
+from pagemill_protocol.request.answer_format import AnswerFormat, ParserSettings
 from pagemill_protocol.source_errors import SourceError
 
 GROUP = "pagemill.tool_parsers"
 AUTO, NONE = "auto", "none"
 HERMES, HARMONY = "hermes", "harmony"
 StringParameters = Mapping[str, Sequence[str]]
-
-
-class ParserSettings(NamedTuple):
-    """The settings of a deployment: names of parsers, `auto` (detect from the chat template) or `none`."""
-
-    tools: str = AUTO
-    reasoning: str = AUTO
-    control_tokens: ControlTokenMode = "text"
-    """What control tokens in the texts of chats are: `text`, or the `tokens` themselves."""
-    hosted_tools: HostedToolMode = "ignore"
-    """What is done with tools that run at the API's own company, such as a search of the web."""
 
 
 class ToolFormat(NamedTuple):

@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pagemill_api.answers.events import Event
-from pagemill_api.answers.registry import ParserSettings
 from pagemill_api.dialects.transport import NO_REQUEST, RequestInfo, Transport
 from pagemill_api.openai.logprobs import CollectedLogprobs, PositionLogprobs
 from pagemill_api.openai.schemas import SamplingFields
 from pagemill_api.openai.unknown_fields import COLLECTED, UnknownFields
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.json_pieces import JsonRows
+from pagemill_protocol.request.answer_format import ParserSettings
 from pagemill_protocol.request.generate import FinishReason, GenerateRequest, Usage
 from pagemill_protocol.request.pooling import check_task
 from pagemill_protocol.request.sampling import MAX_ANSWER_VALUES, SamplingParams

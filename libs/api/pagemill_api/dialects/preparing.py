@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from pagemill_api.answers.registry import ParserSettings
 from pagemill_api.dialects.base import Dialect, ParsedBody, Preparation, unread_fields
 from pagemill_api.openai.prepare import within_vocabulary
 from pagemill_api.text.tokenizer import Tokenizer
+from pagemill_protocol.request.answer_format import ParserSettings
 from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_protocol.request.sampling import SamplingParams
 

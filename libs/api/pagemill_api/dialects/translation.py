@@ -11,7 +11,6 @@ import msgspec
 from pydantic import FiniteFloat, ValidationError
 from pydantic_core import PydanticCustomError
 
-from pagemill_api.answers.registry import ParserSettings
 from pagemill_api.dialects.base import Dialect, Preparation
 from pagemill_api.dialects.chat_completions.chat import ChatBody
 from pagemill_api.dialects.chat_completions.completions import CompletionsBody
@@ -22,6 +21,7 @@ from pagemill_api.openai.schemas import Priority
 from pagemill_api.openai.unknown_fields import collecting_none
 from pagemill_api.openai.unread_fields import unread_fields
 from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.request.answer_format import ParserSettings
 from pagemill_protocol.request.generate import GenerateRequest, Usage
 from pagemill_protocol.request.sampling import SamplingParams
 

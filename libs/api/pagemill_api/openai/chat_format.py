@@ -20,7 +20,6 @@ from pagemill_api.answers.registry import (
     HERMES,
     MARKERS,
     NONE,
-    ParserSettings,
     call_syntax,
     detect_reasoning,
     detect_tools,
@@ -31,7 +30,7 @@ from pagemill_api.grammars.schemas.reading import text_properties
 from pagemill_api.openai.call_ids import with_template_ids
 from pagemill_api.openai.schemas import ChatCompletionRequest, ChatTemplateFields, TokenizeRequest
 from pagemill_protocol.errors import PagemillError, invalid_field, show, unavailable
-from pagemill_protocol.request.answer_format import AnswerFormat
+from pagemill_protocol.request.answer_format import AnswerFormat, ParserSettings
 from pagemill_protocol.source_errors import SourceError
 
 if TYPE_CHECKING:

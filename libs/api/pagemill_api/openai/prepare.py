@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from pagemill_api.answers.registry import ParserSettings
 from pagemill_api.openai.chat_form import check_schemas, prescribed
 from pagemill_api.openai.chat_format import ChatFormat, chat_format, without_later_system
 from pagemill_api.openai.schemas import (
@@ -29,6 +28,7 @@ from pagemill_api.text.fitting import LARGEST_CONTEXT
 from pagemill_api.text.reuse_points import points_of_plain, reuse_points
 from pagemill_api.text.template.chat_template import TEMPLATE_ERROR
 from pagemill_protocol.errors import PagemillError, beyond_context, context_length_exceeded, invalid_field
+from pagemill_protocol.request.answer_format import ParserSettings
 from pagemill_protocol.request.generate import GenerateRequest, check_answer, most_tokens_of_values
 from pagemill_protocol.request.sampling import MAX_ANSWER_VALUES, SamplingParams
 

@@ -11,12 +11,12 @@ import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from pagemill_api.answers.registry import ParserSettings
 from pagemill_api.openai import prepare
 from pagemill_api.openai.chat_form import unheld_fields
 from pagemill_api.openai.chat_format import chat_format
 from pagemill_api.openai.schemas import ChatCompletionRequest
 from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.request.answer_format import ParserSettings
 
 if TYPE_CHECKING:
     from pagemill_api.text.tokenizer import Tokenizer

@@ -1,6 +1,6 @@
 """Decoders that no family declares and for which the installed `transformers` has a class: only their sizes.
 
-That class computes the decoder (`pagemill_engine.decoders.by_transformers`); the plan and the KV cache need layers,
+That class computes the decoder (`pagemill_execution.decoders.by_transformers`); the plan and the KV cache need layers,
 heads and context. Layers that cache anything but keys and values of the whole context are refused.
 """
 

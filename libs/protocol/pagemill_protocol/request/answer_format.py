@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -10,6 +10,17 @@ ControlTokenMode = Literal["text", "tokens"]
 """What control tokens in the texts of chats are."""
 HostedToolMode = Literal["ignore", "refuse"]
 """What is done with tools that do not run here: they are left out and named, or refused."""
+
+
+class ParserSettings(NamedTuple):
+    """The settings of a deployment: names of parsers, `auto` (detect from the chat template) or `none`."""
+
+    tools: str = "auto"
+    reasoning: str = "auto"
+    control_tokens: ControlTokenMode = "text"
+    """What control tokens in the texts of chats are: `text`, or the `tokens` themselves."""
+    hosted_tools: HostedToolMode = "ignore"
+    """What is done with tools that run at the API's own company, such as a search of the web."""
 
 
 class AnswerFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

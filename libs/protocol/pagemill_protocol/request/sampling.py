@@ -1,7 +1,7 @@
 """Sampling parameters: one immutable value from the HTTP server to the sampler.
 
 The offline API (`LLM.generate`), the dialects and the engine use it; ranges are checked in `validate()` only. Sampling
-is done by `pagemill_engine.sampling` and the kernels below it, beam search by `pagemill_engine.scheduler`.
+is done by `pagemill_execution.sampling` and the kernels below it, beam search by `pagemill_engine.scheduler`.
 """
 
 from __future__ import annotations

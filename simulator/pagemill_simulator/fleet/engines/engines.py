@@ -11,9 +11,9 @@ from typing import Protocol
 
 import msgspec
 
-from pagemill_gateway.brain.interface import HashScheme
 from pagemill_protocol.report.state import EngineLoad, StateFrame
 from pagemill_protocol.request.generate import GenerateRequest
+from pagemill_routing.brain.interface import HashScheme
 
 
 class TokenDelivery(msgspec.Struct, frozen=True, gc=False):

@@ -12,11 +12,11 @@ import msgspec
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.ipc.messages import StepOutputs
-from pagemill_gateway.brain.interface import HashScheme
 from pagemill_gateway.config import GatewayConfig
-from pagemill_gateway.relay.prompt_hashes import PromptHashes
 from pagemill_protocol.report.state import EngineLoad
 from pagemill_protocol.request.generate import GenerateRequest
+from pagemill_routing.brain.interface import HashScheme
+from pagemill_routing.prompt_hashes import PromptHashes
 from pagemill_simulator.adapters import AdapterSettings
 from pagemill_simulator.events import Events
 from pagemill_simulator.fleet.engines.engines import Deliver, Observe, TokenDelivery

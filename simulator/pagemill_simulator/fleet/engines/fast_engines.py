@@ -14,15 +14,15 @@ from functools import partial
 import msgspec
 
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.executing.null import DEFAULT_STEP_TIME, NullRunner
 from pagemill_engine.loop.limits import scheduler_limits
-from pagemill_gateway.admission.reservations import REPORTS_UNTIL_COUNTED
-from pagemill_gateway.brain.interface import HashScheme
+from pagemill_execution.runners.null import DEFAULT_STEP_TIME, NullRunner
 from pagemill_protocol.errors import context_length_exceeded, unavailable
 from pagemill_protocol.hashes import key_of_kind
 from pagemill_protocol.report.cache_kinds import ONE_KIND, chunk_blocks, further_chunk_blocks
 from pagemill_protocol.report.state import EngineLoad, StateFrame
 from pagemill_protocol.request.generate import GenerateRequest
+from pagemill_routing.admission.reservations import REPORTS_UNTIL_COUNTED
+from pagemill_routing.brain.interface import HashScheme
 from pagemill_simulator.events import Events
 from pagemill_simulator.fleet.conversations import FILLER
 from pagemill_simulator.fleet.engines.engines import Deliver, Observe, TokenDelivery

@@ -10,7 +10,7 @@ import orjson
 from pydantic import Field
 from pydantic_core import PydanticCustomError
 
-from pagemill_api.answers.registry import ParserSettings, detect_reasoning
+from pagemill_api.answers.registry import detect_reasoning
 from pagemill_api.dialects.anthropic import edits, render
 from pagemill_api.dialects.anthropic.conversation import ChatMessages
 from pagemill_api.dialects.anthropic.edits import ContextManagement, Messages
@@ -23,6 +23,7 @@ from pagemill_api.openai.parse import from_refusal, parse_body
 from pagemill_api.openai.schemas import ChatCompletionRequest, TokenizeRequest
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.ids import new_id
+from pagemill_protocol.request.answer_format import ParserSettings
 from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_protocol.request.sampling import SamplingParams
 

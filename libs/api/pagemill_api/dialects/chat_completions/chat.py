@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pagemill_api.answers.events import Event, calls_are_complete
-from pagemill_api.answers.registry import ParserSettings
 from pagemill_api.dialects.base import (
     AnswerRenderer,
     ChoiceEnd,
@@ -23,6 +22,7 @@ from pagemill_api.openai.call_ids import CallIds
 from pagemill_api.openai.parse import parse_body
 from pagemill_api.openai.schemas import ChatCompletionRequest
 from pagemill_protocol.json_pieces import JsonPieces, array_pieces, joined_array
+from pagemill_protocol.request.answer_format import ParserSettings
 from pagemill_protocol.request.generate import FinishReason, GenerateRequest, Usage
 from pagemill_protocol.request.sampling import SamplingParams
 

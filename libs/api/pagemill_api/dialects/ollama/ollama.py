@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import orjson
 
-from pagemill_api.answers.registry import ParserSettings
 from pagemill_api.dialects.base import Preparation
 from pagemill_api.dialects.ollama import render
 from pagemill_api.dialects.ollama.request import LATEST, OllamaChatRequest, OllamaGenerateRequest
@@ -23,6 +22,7 @@ from pagemill_api.openai.render import ModelCard
 from pagemill_api.openai.schemas import ChatCompletionRequest
 from pagemill_api.text.fill_in_middle import fill_in_middle
 from pagemill_protocol.ids import new_id
+from pagemill_protocol.request.answer_format import ParserSettings
 from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_protocol.request.sampling import SamplingParams
 

@@ -13,7 +13,6 @@ import orjson
 from pydantic import ConfigDict
 
 from pagemill_api.answers.events import Content, Event
-from pagemill_api.answers.registry import ParserSettings
 from pagemill_api.dialects.base import AnswerRenderer, ChoiceEnd, FinishedChoice, Piece
 from pagemill_api.dialects.openai_responses.opaque import sealed
 from pagemill_api.dialects.openai_responses.render import usage_fields
@@ -27,6 +26,7 @@ from pagemill_api.openai.render import head
 from pagemill_api.openai.unsupported import CACHED, ONE_TIER, Unsupported
 from pagemill_protocol.errors import error_body
 from pagemill_protocol.ids import new_id
+from pagemill_protocol.request.answer_format import ParserSettings
 from pagemill_protocol.request.generate import GenerateRequest, Usage
 
 if TYPE_CHECKING:

@@ -13,7 +13,6 @@ import orjson
 from pydantic import PrivateAttr
 from pydantic_core import PydanticCustomError
 
-from pagemill_api.answers.registry import ParserSettings
 from pagemill_api.dialects.base import Preparation
 from pagemill_api.dialects.openai_responses import render
 from pagemill_api.dialects.openai_responses.items import Item
@@ -32,6 +31,7 @@ from pagemill_api.openai.schemas import ChatCompletionRequest, ChatMessage, Toke
 from pagemill_api.structural_tags import Format
 from pagemill_protocol.errors import PagemillError, error_body, invalid_field
 from pagemill_protocol.ids import new_id
+from pagemill_protocol.request.answer_format import ParserSettings
 from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_protocol.request.sampling import SamplingParams
 

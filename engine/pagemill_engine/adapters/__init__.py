@@ -1,4 +1,0 @@
-"""LoRA adapters in an engine: `reading` their values, `packing` them for kernels, and the `store` that keeps them.
-
-Slots of a step's rows are `executing.row_adapters`' part, requests that wait for an adapter `loop.adapter_requests`'.
-"""

@@ -1,0 +1,116 @@
+"""Builds a GPU runner: weights, KV cache, and all kernels that steps will need.
+
+With Triton's interpreter the device is the CPU.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from pagemill_execution.decoders.on_torch.decoder import Decoder
+from pagemill_execution.decoders.on_torch.device_rotations import DeviceRotations
+from pagemill_execution.decoders.on_torch.filling import load_weights, weight_bytes
+from pagemill_execution.decoders.rope import decoder_tables
+from pagemill_execution.runners.base import Runner
+from pagemill_execution.runners.device.device_adapters import DeviceAdapters, DeviceTables
+from pagemill_execution.runners.device.device_kv_cache import DeviceKVCache
+from pagemill_execution.runners.device.device_runner import DeviceRunner
+from pagemill_execution.sizing.compute import Compute
+from pagemill_execution.sizing.kv_sizes import CacheBlocks, cache_kinds, max_model_len_for
+from pagemill_execution.starting.compiling import capture_graphs
+from pagemill_execution.starting.memory_profiling import CudaMeter, measure_device, profile_memory
+from pagemill_execution.starting.preparing import (
+    ModelFiles,
+    PreparedModel,
+    describe_cache,
+    prepare,
+    refusals,
+    runner_info,
+)
+from pagemill_execution.weights.errors import LoadError
+from pagemill_kernels.cpu import launch
+from pagemill_kernels.gpu.building import use_kernel_cache
+from pagemill_kernels.torch_arrays import TORCH_TYPES
+from pagemill_servers.process.cgroup import usable_cores
+from pagemill_servers.process.malloc import trim_heap
+
+ANY_NUMBER = 1 << 40
+"""Placeholder for the number of blocks until it is known."""
+
+
+def load_on_device(files: ModelFiles, compute: Compute) -> Runner:
+    """Return a runner for the GPU. Raises `LoadError`."""
+    num_threads = files.config.num_threads or usable_cores()
+    torch.set_num_threads(num_threads)
+    launch.set_num_threads(num_threads)
+    try:
+        return _load(files, compute)
+    except torch.OutOfMemoryError as error:
+        raise LoadError(
+            "ModelTooLarge",
+            f"The device ran out of memory while `{files.path}` was loaded ({str(error).partition('. ')[0]}). See that "
+            "nothing else takes its memory, use a smaller or quantized model, or lower maxNumSeqs or maxModelLen.",
+        ) from error
+
+
+def _load(files: ModelFiles, compute: Compute) -> Runner:
+    spec, ops, dtype = files.spec, compute.ops, TORCH_TYPES[compute.activation_dtype]
+    compiles = compiles_ahead(ops.device)
+    with refusals(files.path):
+        prepared = prepare(files, compute, measure_device(ops.device))
+        config = prepared.config
+        model = Decoder(spec, ops, dtype)
+        load_weights(model, prepared.weights)
+        trim_heap()
+        num_blocks = ANY_NUMBER if compiles else prepared.num_blocks
+        cache = cache_kinds(config, spec, compute.kv_dtype, num_blocks)
+        max_model_len = max_model_len_for(config, spec, cache, shares_memory=True)
+        tables = decoder_tables(spec.decoder, max_model_len, prepared.weights)
+    if not compiles:
+        files.progress("allocating", describe_cache(cache, config.block_size, compute.kv_dtype))
+    info = runner_info(prepared, spec, max_model_len, weight_bytes(model), ops.device.type)
+    info = info.with_cache(cache, shares_memory=True)
+    counts = (0,) * len(cache.counts) if compiles else cache.counts
+    kv_cache = DeviceKVCache(spec, counts, config.block_size, compute.kv_dtype, ops.device, cache.kinds)
+    rotations = DeviceRotations(tables, dtype, ops.device)
+    adapters = None
+    if config.enable_lora:
+        from pagemill_execution.adapters.starting import make_store
+
+        store = make_store(config, spec.decoder, prepared.weights, natively=False)
+        info = info._replace(serves_adapters=True, adapters=store)
+        slots = DeviceTables(spec.decoder, config.max_loras, config.max_lora_rank, dtype, ops.device)
+        adapters = DeviceAdapters(store, slots, config.step.max_num_seqs)
+    runner = DeviceRunner(model, ops, kv_cache, rotations, info, config.step.max_num_seqs, adapters)
+    if compiles:
+        _profile_memory(runner, files, prepared)
+    return runner
+
+
+def _profile_memory(runner: DeviceRunner, files: ModelFiles, prepared: PreparedModel) -> None:
+    config, spec = prepared.config, files.spec
+    files.progress("warming", kept_kernels(config.kernel_cache_dir))
+    profile_memory(runner, config, spec, prepared.sizes, prepared.before, CudaMeter())
+    cache = CacheBlocks(runner.info.kinds, runner.info.blocks_of_kinds)
+    files.progress("allocating", describe_cache(cache, config.block_size, prepared.compute.kv_dtype))
+    if config.cuda_graphs:
+        files.progress("warming", "recording steps")
+        capture_graphs(runner, config, spec)
+
+
+def compiles_ahead(device: torch.device) -> bool:
+    """Whether steps are compiled, measured and recorded before the first request.
+
+    Triton's interpreter needs none of this.
+    """
+    return device.type == "cuda"
+
+
+def kept_kernels(folder: str | None) -> str:
+    """Return the progress message of compiling. The engine also works where compiled kernels cannot be kept."""
+    if folder is None:
+        return "compiling kernels"
+    error = use_kernel_cache(Path(folder))
+    return f"compiling kernels, kept in {folder}" if error is None else f"compiling kernels, not kept: {error}"

@@ -1,0 +1,1 @@
+"""When a request waits, and what capacity it reserves of an engine. Pure bookkeeping."""
