@@ -36,7 +36,9 @@ COPY libs/models/pyproject.toml libs/models/
 COPY libs/api/pyproject.toml libs/api/
 COPY libs/servers/pyproject.toml libs/servers/
 COPY libs/kube/pyproject.toml libs/kube/
+COPY libs/routing/pyproject.toml libs/routing/
 COPY kernels/pyproject.toml kernels/
+COPY execution/pyproject.toml execution/
 COPY engine/pyproject.toml engine/
 COPY gateway/pyproject.toml gateway/
 COPY operator/pyproject.toml operator/
@@ -65,8 +67,9 @@ COPY libs/protocol libs/protocol
 COPY libs/api libs/api
 COPY libs/servers libs/servers
 COPY libs/kube libs/kube
+COPY libs/routing libs/routing
 COPY gateway gateway
-RUN $BUILD libs/protocol && $BUILD libs/api && $BUILD libs/servers && $BUILD libs/kube && $BUILD gateway \
+RUN $BUILD libs/protocol && $BUILD libs/api && $BUILD libs/servers && $BUILD libs/kube && $BUILD libs/routing && $BUILD gateway \
     && /opt/uv/bin/uv pip install --offline --compile-bytecode --no-deps /wheels/*.whl
 
 FROM builder AS operator-code
@@ -90,8 +93,9 @@ COPY libs/protocol libs/protocol
 COPY libs/models libs/models
 COPY libs/api libs/api
 COPY libs/servers libs/servers
+COPY execution execution
 COPY engine engine
-RUN $BUILD libs/protocol && $BUILD libs/models && $BUILD libs/api && $BUILD libs/servers && $BUILD engine \
+RUN $BUILD libs/protocol && $BUILD libs/models && $BUILD libs/api && $BUILD libs/servers && $BUILD execution && $BUILD engine \
     && /opt/uv/bin/uv pip install --offline --compile-bytecode --no-deps /wheels/*.whl
 
 FROM python AS gateway

@@ -19,7 +19,7 @@ export UV_CACHE_DIR := $(CURDIR)/.uv/cache
 endif
 # Of the native kernels, developers have all levels that their processor runs: tests choose lower ones.
 export PAGEMILL_KERNEL_LEVELS ?= fitting
-PACKAGES := crds libs/protocol libs/models libs/api libs/servers libs/kube kernels engine gateway operator simulator cli
+PACKAGES := crds libs/protocol libs/models libs/api libs/servers libs/kube libs/routing kernels execution engine gateway operator simulator cli
 # Where bench results go; each bench prints a table and a last line of JSON.
 BENCHES := offline_throughput experts quantized structured_output quality kv_waste kv_sharing step_overhead routing startup sleep up gateway_streams chaos simulator_truth
 

@@ -24,13 +24,13 @@ from report import emit
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.ipc.messages import StepOutputs
 from pagemill_gateway.batches.idle import POLL_S
-from pagemill_gateway.config import GatewayConfig
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.report.state import StateFrame, StepTimeParams
 from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_protocol.request.sampling import LOW_PRIORITY, SamplingParams
 from pagemill_routing.brain.brain import LocalBrain
 from pagemill_routing.brain.interface import Assignment, CompletedRequest, QueueTicket, RoutingRequest
+from pagemill_routing.config import RoutingConfig
 from pagemill_servers.keys.caller import Caller
 from pagemill_simulator.events import Events, EventsLoop
 from pagemill_simulator.pod import NETWORK_S, RunningPod, SimulatedPod
@@ -83,7 +83,7 @@ class Fleet:
         self._names = count()
         self._running: dict[str, Running] = {}
         self.outcome = Outcome()
-        self._brain = LocalBrain(GatewayConfig(), clock=self._events.now, rng=random.Random(seed))
+        self._brain = LocalBrain(RoutingConfig(), clock=self._events.now, rng=random.Random(seed))
         config = EngineConfig(model="", num_kv_blocks=8192, max_model_len=1024, max_num_seqs=MAX_SEQS, seed=1)
         config = msgspec.structs.replace(config, step_time=STEP_TIME)
         self._pods = {f"pod-{number}": self._pod(f"pod-{number}", config) for number in range(NUM_ENGINES)}

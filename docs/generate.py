@@ -154,6 +154,11 @@ VLLM_HEAD = [
     "|---|---|---|---|",
 ]
 
+PARTS = {
+    "EngineConfig": (("pagemill_execution.config", "ExecutionConfig"), ("pagemill_engine.config", "EngineConfig")),
+    "GatewayConfig": (("pagemill_gateway.config", "GatewayConfig"), ("pagemill_routing.config", "RoutingConfig")),
+}
+"""Settings that are in two packages, each of which reads its own."""
 SETTINGS = [
     (
         "pagemill_engine.config",
@@ -190,7 +195,8 @@ def configuration_page() -> str:
     for module, class_name, about in SETTINGS:
         rows = [
             f"| `{each.name}` | `{cell(each.type)}` | {cell(each.default)} | {cell(each.meaning)} |"
-            for each in settings_of(module, class_name)
+            for part in PARTS.get(class_name, ((module, class_name),))
+            for each in settings_of(*part)
         ]
         head = ["| Setting | Type | Default | Meaning |", "|---|---|---|---|"]
         sections.append("\n".join([f"## {class_name}", "", about, "", *head, *rows, ""]))
@@ -210,6 +216,8 @@ def settings_of(module: str, class_name: str) -> list[Setting]:
 def _settings(body: list[ast.stmt]) -> Iterator[Setting]:
     for statement, following in zip(body, [*body[1:], None], strict=True):
         if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
+            continue
+        if ast.unparse(statement.annotation).startswith("ClassVar"):
             continue
         default = "required" if statement.value is None else f"`{_value(statement.value)}`"
         yield Setting(statement.target.id, ast.unparse(statement.annotation), default, _docstring(following))

@@ -22,7 +22,9 @@ PACKAGES = {
     "pagemill_api": "libs/api",
     "pagemill_servers": "libs/servers",
     "pagemill_kube": "libs/kube",
+    "pagemill_routing": "libs/routing",
     "pagemill_kernels": "kernels",
+    "pagemill_execution": "execution",
     "pagemill_engine": "engine",
     "pagemill_gateway": "gateway",
     "pagemill_operator": "operator",
@@ -34,6 +36,7 @@ LAYERS = [
     {"pagemill"},
     {"pagemill_simulator"},
     {"pagemill_engine", "pagemill_gateway", "pagemill_operator"},
+    {"pagemill_execution", "pagemill_routing"},
     {"pagemill_models", "pagemill_api", "pagemill_servers", "pagemill_kube", "pagemill_crds"},
     {"pagemill_protocol", "pagemill_kernels"},
 ]

@@ -200,7 +200,8 @@ def _limit(device: Device, name: str, work: Work) -> float | None:
 
 def _environment(device: Device, who: str) -> dict[str, str]:
     folders = [folder for folder in sys.path if folder not in ("", str(HERE))]
-    folders += [str(ROOT / name) for name in ("libs/kube", "crds", "gateway", "operator", "simulator", "cli")]
+    others = ("libs/kube", "libs/routing", "crds", "gateway", "operator", "simulator", "cli")
+    folders += [str(ROOT / name) for name in others]
     if device.is_dry_run and who == PEER:
         folders.insert(0, str(HERE / "stand_ins" / "dry_run"))
     return {"PYTHONPATH": os.pathsep.join(folders), **PEERS_SETTINGS}

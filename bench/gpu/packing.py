@@ -217,8 +217,8 @@ def assemble(python: str) -> None:
     shutil.rmtree(site, ignore_errors=True)
     unpack = [python, str(HERE / "unpacking.py"), "--into", str(site), *_parts()]
     subprocess.run(unpack, check=True)
-    libraries = ("libs/protocol", "libs/models", "libs/servers", "libs/api", "libs/kube")
-    ours = ("kernels", *libraries, "engine", "crds", "gateway", "operator", "simulator", "cli")
+    libraries = ("libs/protocol", "libs/models", "libs/servers", "libs/api", "libs/kube", "libs/routing")
+    ours = ("kernels", *libraries, "execution", "engine", "crds", "gateway", "operator", "simulator", "cli")
     folders = [site / "site", *(ROOT / name for name in ours)]
     there = MODULES if (site / "site" / "vllm").exists() else MODULES[:1]
     for modules in there:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-FOLDERS = ("kernels", "libs/protocol", "libs/models", "libs/servers", "libs/api", "engine")
+FOLDERS = ("kernels", "libs/protocol", "libs/models", "libs/servers", "libs/api", "execution", "engine")
 STATE = ROOT / ".pagemill" / "bench-gpu"
 """Where everything is written that no option places."""
 OLDEST_PYTHON = (3, 11)

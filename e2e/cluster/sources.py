@@ -6,8 +6,8 @@ import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
-LIBS = ("libs/protocol", "libs/models", "libs/api", "libs/servers", "libs/kube")
-PACKAGES = ("crds", *LIBS, "kernels", "engine", "gateway", "operator")
+LIBS = ("libs/protocol", "libs/models", "libs/api", "libs/servers", "libs/kube", "libs/routing")
+PACKAGES = ("crds", *LIBS, "kernels", "execution", "engine", "gateway", "operator")
 FILES = (".dockerignore", "Dockerfile", "pyproject.toml", "uv.lock", "release/uv.txt")
 CODE = {".py", ".cpp", ".h", ".hpp", ".toml", ".json", ".yaml", ".jinja"}
 

@@ -105,7 +105,7 @@ class StepPlan(msgspec.Struct, omit_defaults=True):
     """Most tokens to draft behind the sampled ones of some requests, for a runner that drafts."""
     token_masks: dict[str, Any] = {}
     """Masks of the sampling requests that may not take every token: int32 arrays with one bit per token, or a
-    `pagemill_engine.grammar`'s `TokenState`, whose mask the runner reads after the forward pass is under way and before `wait`
+    `sampling.sampler.Masked`, whose mask the runner reads after the forward pass is under way and before `wait`
     returns. A request with proposed tokens has a list instead: an array, or None, for each token that it may sample.
     Never encoded: the process that plans also samples."""
     prompt_targets: dict[str, PromptTargets] = {}

@@ -85,7 +85,10 @@ class ControlProcess:
         self.metrics.catalog_own(bool(config.catalog.models))
         self.metrics.control_process_restarted(num_before)
         self.brain = LocalBrain(
-            config, first_decision=num_before * DECISION_IDS_PER_PROCESS, generated_token=GeneratedTokens().find
+            config,
+            keeps_terminating=config.discovery == "kubernetes",
+            first_decision=num_before * DECISION_IDS_PER_PROCESS,
+            generated_token=GeneratedTokens().find,
         )
         self._workers: list[WorkerPort] = []
         self.recount = Recount(config.workers if num_before else 0)

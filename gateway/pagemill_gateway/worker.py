@@ -1,8 +1,8 @@
 """The parts between a client's connection and an engine's, in one object that the routes of the data port share.
 
 It is opened inside the event loop and closed after the drain. The parts that exist once in a gateway are in
-`control_process`, in this process or another one. A worker calls them through `pagemill_routing.brain.interface`, `limits.store` and
-`ports`, and shares no state with them.
+`control_process`, in this process or another one. A worker calls them through `pagemill_routing.brain.interface`,
+`limits.store` and `ports`, and shares no state with them.
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ from hand_clock import Clock
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.discovery.catalog import check_catalog
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.errors import PagemillError
@@ -24,6 +23,7 @@ from pagemill_routing.brain.brain import LocalBrain
 from pagemill_routing.brain.endpoints.adapters import Adapters, AdapterUses
 from pagemill_routing.brain.endpoints.dispatches import EXPIRY_S
 from pagemill_routing.brain.interface import Assignment, RoutingRequest
+from pagemill_routing.config import RoutingConfig
 from pagemill_servers.auth import hash_key
 
 NOTHING = frozenset[str]()
@@ -71,7 +71,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def brain(clock: Clock) -> LocalBrain:
-    return LocalBrain(GatewayConfig(), clock=clock, rng=random.Random(1))
+    return LocalBrain(RoutingConfig(), clock=clock, rng=random.Random(1))
 
 
 async def place(brain: LocalBrain, name: str) -> Assignment:

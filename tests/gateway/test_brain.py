@@ -8,7 +8,6 @@ from collections import Counter
 import pytest
 from hand_clock import Clock
 
-from pagemill_gateway.config import GatewayConfig
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.report.state import Digests, EngineLoad, StateFrame
@@ -16,6 +15,7 @@ from pagemill_routing.brain.brain import LocalBrain
 from pagemill_routing.brain.endpoints.reports import EXTERNAL_WINDOW, StateGap
 from pagemill_routing.brain.interface import Assignment, RoutingRequest
 from pagemill_routing.brain.resilience.ejection import Ejection
+from pagemill_routing.config import RoutingConfig
 
 NOTHING = frozenset[str]()
 
@@ -28,7 +28,7 @@ def clock() -> Clock:
 @pytest.fixture
 def brain(clock: Clock) -> LocalBrain:
     return LocalBrain(
-        GatewayConfig(state_stale_after_s=3.0, ejection_base_s=1.0, ejection_max_s=8.0),
+        RoutingConfig(state_stale_after_s=3.0, ejection_base_s=1.0, ejection_max_s=8.0),
         clock=clock,
         rng=random.Random(1),
     )

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from examples import num_examples
-from pagemill_gateway.config import GatewayConfig
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.report.state import Digests, EngineLoad, StateFrame, StepTimeParams
 from pagemill_protocol.report.step_time import StepTimeModel
@@ -21,6 +20,7 @@ from pagemill_routing.brain.brain import LocalBrain
 from pagemill_routing.brain.endpoints.record import EndpointRecord
 from pagemill_routing.brain.interface import Assignment, CompletedRequest, FailureKind, RoutingRequest
 from pagemill_routing.brain.placement.candidates import candidate_of
+from pagemill_routing.config import RoutingConfig
 from pagemill_routing.policies.cost import NEAR_MS, NEAR_SHARE, CostPolicy
 from pagemill_routing.policies.cost_table import LEAST_PODS, CostTable
 from pagemill_routing.policies.cost_terms import HARM_SHARE, CostBasis, cost_basis_of, cost_terms
@@ -230,7 +230,7 @@ class World:
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.clock = Clock()
-        self.brain = LocalBrain(GatewayConfig(routing_session_ms=SESSION_MS), clock=self.clock, rng=random.Random(1))
+        self.brain = LocalBrain(RoutingConfig(routing_session_ms=SESSION_MS), clock=self.clock, rng=random.Random(1))
         self.sequences: dict[str, int] = {}
         self.choices: list[Assignment] = []
         self.names = [f"e{number}" for number in range(NUM_ENDPOINTS)]

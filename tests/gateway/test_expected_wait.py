@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from waiting import WAIT_LIMIT_S
 
-from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.relay.keep_alive import KeepAlive
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.errors import PagemillError
@@ -24,6 +23,7 @@ from pagemill_routing.admission.fair_queue import FairQueue, Waiter
 from pagemill_routing.brain.brain import LocalBrain
 from pagemill_routing.brain.endpoints.deployment import START_TIMING_LIMIT_S, StartEstimator
 from pagemill_routing.brain.interface import Assignment, CompletedRequest, QueueTicket, RoutingRequest
+from pagemill_routing.config import RoutingConfig
 
 # -- starts ------------------------------------------------------------------------------------------------------------
 
@@ -131,7 +131,7 @@ class Fleet:
         self.clock = Clock()
         self.arrivals: list[float] = []
         queue = QueueLimits(max_requests=50, max_bytes=10**9, timeout_s=timeout_s)
-        config = GatewayConfig(state_stale_after_s=1e9, queue=queue)
+        config = RoutingConfig(state_stale_after_s=1e9, queue=queue)
         self.brain = LocalBrain(config, clock=self.clock, rng=random.Random(1))
         self.catalog("")
 

@@ -9,13 +9,13 @@ import msgspec
 import pytest
 from waiting import WAIT_LIMIT_S
 
-from pagemill_gateway.config import GatewayConfig
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.report.state import StateFrame
 from pagemill_routing.brain.brain import LocalBrain
 from pagemill_routing.brain.endpoints.registry import ChangeNotifier
 from pagemill_routing.brain.interface import RoutingRequest
+from pagemill_routing.config import RoutingConfig
 
 
 def num_served(engines) -> list[int]:
@@ -184,7 +184,7 @@ async def test_a_pod_that_its_platform_reports_as_ready_is_contacted_without_del
 
 def cluster_brain(**fields: bool) -> LocalBrain:
     endpoints = [Endpoint(id="a", data_url="http://a:1", control_url="http://a:2", **fields)]
-    brain = LocalBrain(GatewayConfig(discovery="kubernetes", outage_wait_s=0.0))
+    brain = LocalBrain(RoutingConfig(outage_wait_s=0.0), keeps_terminating=True)
     brain.observer.apply_catalog(Catalog(models=[CatalogModel(deployment="d", name="m", endpoints=endpoints)]))
     return brain
 
@@ -200,7 +200,7 @@ async def test_a_terminating_pod_is_the_last_resort_until_it_is_draining() -> No
 
 async def test_no_queue_for_a_deployment_without_weight() -> None:
     endpoints = [Endpoint(id="a", data_url="http://a:1", control_url="http://a:2")]
-    brain = LocalBrain(GatewayConfig(outage_wait_s=3600.0))
+    brain = LocalBrain(RoutingConfig(outage_wait_s=3600.0))
     brain.observer.apply_catalog(
         Catalog(models=[CatalogModel(deployment="d", name="m", weight=0, endpoints=endpoints)])
     )
@@ -212,7 +212,7 @@ async def test_no_queue_for_a_deployment_without_weight() -> None:
 
 async def test_a_request_that_waits_for_a_deleted_deployment_is_refused_at_once() -> None:
     endpoints = [Endpoint(id="a", data_url="http://a:1", control_url="http://a:2", probed_ready=True)]
-    brain = LocalBrain(GatewayConfig(outage_wait_s=3600.0))
+    brain = LocalBrain(RoutingConfig(outage_wait_s=3600.0))
     brain.observer.apply_catalog(Catalog(models=[CatalogModel(deployment="d", name="m", endpoints=endpoints)]))
     waiting = asyncio.create_task(brain.find("m"))
     await asyncio.sleep(0)
@@ -248,7 +248,7 @@ async def test_a_request_whose_engine_does_not_listen_waits_for_the_next_report(
     """A container that restarts costs each of its requests one attempt, not all attempts within a moment."""
     clock = [0.0]
     endpoints = [Endpoint(id="a", data_url="http://a:1", control_url="http://a:2")]
-    brain = LocalBrain(GatewayConfig(outage_wait_s=3600.0), clock=lambda: clock[0])
+    brain = LocalBrain(RoutingConfig(outage_wait_s=3600.0), clock=lambda: clock[0])
     brain.observer.apply_catalog(Catalog(models=[CatalogModel(deployment="d", name="m", endpoints=endpoints)]))
     brain.observer.observe("a", StateFrame(sequence=1, snapshot=True, max_model_len=100))
     target = await brain.find("m")
@@ -262,7 +262,7 @@ async def test_a_request_whose_engine_does_not_listen_waits_for_the_next_report(
 
 async def test_requests_wait_for_an_engine_that_stopped_before_its_first_report() -> None:
     endpoints = [Endpoint(id="a", data_url="http://a:1", control_url="http://a:2", probed_ready=True)]
-    brain = LocalBrain(GatewayConfig(outage_wait_s=3600.0))
+    brain = LocalBrain(RoutingConfig(outage_wait_s=3600.0))
     brain.observer.apply_catalog(Catalog(models=[CatalogModel(deployment="d", name="m", endpoints=endpoints)]))
     brain.observer.unreachable("a")
     waiting = asyncio.create_task(brain.find("m"))

@@ -21,7 +21,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pagemill_api.openai import render
-from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.metrics.worker import WorkerMetrics
 from pagemill_gateway.relay.answer_stream import AskLiveness
 from pagemill_gateway.relay.delivery import AnswerBroken
@@ -39,12 +38,13 @@ from pagemill_protocol.resource.served import QueueLimits
 from pagemill_routing.attempts.attempt_failures import UpstreamFailure
 from pagemill_routing.brain.brain import LocalBrain
 from pagemill_routing.brain.interface import Assignment, EngineFailureKind, RoutingRequest
+from pagemill_routing.config import RoutingConfig
 
 STEP_S = 0.05
 SILENCE_S = 25.0
 BLAMED = "request_crashed_engine"
 WORDS: dict[EngineFailureKind, str] = {"crashed": ENGINE_CRASHED, "killed": ENGINE_FAILED}
-CONFIG = GatewayConfig(outage_wait_s=300.0, queue=QueueLimits(max_requests=999, max_bytes=2**30, timeout_s=900.0))
+CONFIG = RoutingConfig(outage_wait_s=300.0, queue=QueueLimits(max_requests=999, max_bytes=2**30, timeout_s=900.0))
 
 
 class Poison:

@@ -16,6 +16,7 @@ from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.report.state import StateFrame
 from pagemill_routing.brain.brain import LocalBrain
 from pagemill_routing.brain.interface import RoutingRequest
+from pagemill_routing.config import RoutingConfig
 from pagemill_routing.policies.policy import Candidate, RequestView
 from pagemill_routing.policies.registry import GROUP, RoutingPolicies
 
@@ -41,7 +42,7 @@ async def test_the_policy_of_the_page_decides_for_the_deployments_that_name_it(e
         routing_policy=NAME,
         endpoints=[Endpoint(id=each, data_url=f"http://{each}", control_url=f"http://{each}") for each in "ab"],
     )
-    brain = LocalBrain(GatewayConfig(), clock=lambda: 0.0, rng=random.Random(1))
+    brain = LocalBrain(RoutingConfig(), clock=lambda: 0.0, rng=random.Random(1))
     brain.observer.apply_catalog(Catalog(models=[model]))
     for name in "ab":
         brain.observer.observe(name, StateFrame(sequence=1, snapshot=True, max_model_len=100))

@@ -16,7 +16,6 @@ from pagemill_engine.ipc.messages import PrefixEvents
 from pagemill_engine.kv.manager import CacheManager
 from pagemill_engine.kv.prefix_cache import PrefixCache
 from pagemill_engine.server.phases.state_stream import StatePublisher
-from pagemill_gateway.config import GatewayConfig
 from pagemill_protocol import hashes
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.frames import StateDecoder
@@ -28,6 +27,7 @@ from pagemill_routing.brain.endpoints.reports import StateGap
 from pagemill_routing.brain.interface import RoutingRequest
 from pagemill_routing.brain.placement.predictions import Predictions
 from pagemill_routing.brain.placement.prefix_index import PrefixIndex
+from pagemill_routing.config import RoutingConfig
 
 PODS = ("a", "b", "c")
 BLOCK_SIZE = 4
@@ -110,7 +110,7 @@ class Pod:
 
 
 def make_brain(*names: str) -> LocalBrain:
-    brain = LocalBrain(GatewayConfig(), clock=lambda: 0.0, rng=random.Random(1))
+    brain = LocalBrain(RoutingConfig(), clock=lambda: 0.0, rng=random.Random(1))
     endpoints = [Endpoint(id=name, data_url=f"http://{name}:1", control_url=f"http://{name}:2") for name in names]
     brain.observer.apply_catalog(Catalog(models=[CatalogModel(deployment="d", name="m", endpoints=endpoints)]))
     return brain

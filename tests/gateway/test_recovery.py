@@ -8,7 +8,6 @@ import random
 import pytest
 from hand_clock import Clock
 
-from pagemill_gateway.config import GatewayConfig
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.report.state import Digests, StateFrame, StepTimeParams
@@ -25,6 +24,7 @@ from pagemill_routing.brain.interface import (
 )
 from pagemill_routing.brain.resilience.recovery import FREE_RETRIES, RetryBudget
 from pagemill_routing.brain.resilience.slowness import LEAST_SAMPLES, Slowness
+from pagemill_routing.config import RoutingConfig
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def brain(clock: Clock) -> LocalBrain:
-    config = GatewayConfig(state_stale_after_s=1e9, ejection_base_s=1.0, ejection_max_s=8.0, outage_wait_s=5.0)
+    config = RoutingConfig(state_stale_after_s=1e9, ejection_base_s=1.0, ejection_max_s=8.0, outage_wait_s=5.0)
     return LocalBrain(config, clock=clock, rng=random.Random(1))
 
 

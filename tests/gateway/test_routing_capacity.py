@@ -11,13 +11,13 @@ import msgspec
 import pytest
 from hand_clock import Clock
 
-from pagemill_gateway.config import GatewayConfig
 from pagemill_protocol import hashes
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.report.state import Digests, EngineLoad, StateFrame, StepTimeParams
 from pagemill_routing.admission.output_tokens import PRIOR_TOKENS
 from pagemill_routing.brain.brain import LocalBrain
 from pagemill_routing.brain.interface import Assignment, CompletedRequest, QueueTicket, RoutingRequest
+from pagemill_routing.config import RoutingConfig
 
 BLOCK, CHUNK = 16, 64
 FAST = StepTimeParams(knots_tokens=[1, 64, 512], knot_ms=[6.0, 8.0, 22.0])
@@ -61,7 +61,7 @@ def frame(
 class World:
     def __init__(self, **pods: StateFrame) -> None:
         self.clock = Clock()
-        self.brain = LocalBrain(GatewayConfig(), clock=self.clock, rng=random.Random(1))
+        self.brain = LocalBrain(RoutingConfig(), clock=self.clock, rng=random.Random(1))
         endpoints = [Endpoint(id=each, data_url=f"http://{each}:1", control_url=f"http://{each}:2") for each in pods]
         self.brain.observer.apply_catalog(Catalog(models=[CatalogModel(deployment="d", name="m", endpoints=endpoints)]))
         for name, first in pods.items():

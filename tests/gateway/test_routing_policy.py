@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagemill_gateway.config import GatewayConfig
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.report.state import StateFrame
 from pagemill_routing.brain.brain import LocalBrain
 from pagemill_routing.brain.interface import RoutingRequest
+from pagemill_routing.config import RoutingConfig
 from pagemill_routing.policies.least_request import LeastRequest
 from pagemill_routing.policies.policy import Candidate, RequestView
 
@@ -27,7 +27,7 @@ def make_brain(terminating: list[bool], draining: list[bool]) -> LocalBrain:
         Endpoint(id=f"e{index}", data_url=f"http://e{index}:1", control_url=f"http://e{index}:2", terminating=flag)
         for index, flag in enumerate(terminating)
     ]
-    brain = LocalBrain(GatewayConfig(), clock=lambda: 0.0)
+    brain = LocalBrain(RoutingConfig(), clock=lambda: 0.0)
     brain.observer.apply_catalog(Catalog(models=[CatalogModel(deployment="d", name="m", endpoints=endpoints)]))
     for endpoint, flag in zip(endpoints, draining, strict=True):
         brain.observer.observe(endpoint.id, StateFrame(sequence=1, snapshot=True, max_model_len=100, draining=flag))

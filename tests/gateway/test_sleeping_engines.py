@@ -10,7 +10,6 @@ import pytest
 from hand_clock import Clock
 from waiting import WAIT_LIMIT_S
 
-from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.metrics.control_process import ControlProcessMetrics
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.errors import PagemillError
@@ -18,6 +17,7 @@ from pagemill_protocol.report.load import DeploymentLoad, EngineStart, PodCounts
 from pagemill_protocol.report.state import Digests, EngineLoad, StateFrame
 from pagemill_routing.brain.brain import LocalBrain
 from pagemill_routing.brain.interface import DEFAULT_TICKET, Assignment, RoutingRequest
+from pagemill_routing.config import RoutingConfig
 
 NOTHING = frozenset[str]()
 
@@ -26,7 +26,7 @@ class Front:
     """A brain and the state streams of its engines."""
 
     def __init__(self, *names: str, wakes: bool = True) -> None:
-        self.brain = LocalBrain(GatewayConfig(), clock=Clock(), rng=random.Random(1))
+        self.brain = LocalBrain(RoutingConfig(), clock=Clock(), rng=random.Random(1))
         endpoints = [Endpoint(id=each, data_url=f"http://{each}:1", control_url=f"http://{each}:2") for each in names]
         self.brain.observer.apply_catalog(
             Catalog(models=[CatalogModel(deployment="m", name="m", endpoints=endpoints, wakes=wakes)])

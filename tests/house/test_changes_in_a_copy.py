@@ -282,8 +282,8 @@ assert "at least: 1" in describe(find("llmd.spec.engine.maxNumWaiting"))
 }
 """Row of the page -> (the change, a program that uses it)."""
 
-PACKAGES = tuple(f"libs/{name}/pagemill_{name}" for name in ("protocol", "models", "api", "servers", "kube"))
-PACKAGES += ("crds/pagemill_crds", "kernels/pagemill_kernels", "engine/pagemill_engine")
+PACKAGES = tuple(f"libs/{name}/pagemill_{name}" for name in ("protocol", "models", "api", "servers", "kube", "routing"))
+PACKAGES += ("execution/pagemill_execution", "crds/pagemill_crds", "kernels/pagemill_kernels", "engine/pagemill_engine")
 PACKAGES += ("gateway/pagemill_gateway", "operator/pagemill_operator")
 
 

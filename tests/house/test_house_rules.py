@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-LIBS = ["libs/protocol", "libs/models", "libs/api", "libs/servers", "libs/kube"]
-SOURCE_ROOTS = ["crds", *LIBS, "kernels", "engine", "gateway", "operator", "simulator", "cli"]
+LIBS = ["libs/protocol", "libs/models", "libs/api", "libs/servers", "libs/kube", "libs/routing"]
+SOURCE_ROOTS = ["crds", *LIBS, "kernels", "execution", "engine", "gateway", "operator", "simulator", "cli"]
 OTHER_ROOTS = ["bench", "docs", "e2e", "examples", "charts", "release", "tests"]
 SKIPPED_FOLDERS = {"__pycache__", "build", "dist", "node_modules"}
 MAX_LINES = 600

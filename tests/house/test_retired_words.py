@@ -9,7 +9,20 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("crds", "libs", "kernels", "engine", "gateway", "operator", "simulator", "cli", "bench", "e2e", "tests")
+FOLDERS = (
+    "crds",
+    "libs",
+    "kernels",
+    "execution",
+    "engine",
+    "gateway",
+    "operator",
+    "simulator",
+    "cli",
+    "bench",
+    "e2e",
+    "tests",
+)
 PAGES = ("README.md", "CONTRIBUTING.md")
 FOLDERS_OF_PAGES = ("docs", "charts", "examples")
 """The glossary is excluded, because it names the words."""

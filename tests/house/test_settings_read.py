@@ -12,7 +12,9 @@ import pytest
 import yaml
 
 SETTINGS = {
-    "engine/pagemill_engine/config.py": ("engine", "libs"),
+    "execution/pagemill_execution/config.py": ("execution", "engine"),
+    "engine/pagemill_engine/config.py": ("engine", "execution", "libs"),
+    "libs/routing/pagemill_routing/config.py": ("libs/routing", "gateway"),
     "gateway/pagemill_gateway/config.py": ("gateway", "libs"),
     "operator/pagemill_operator/config.py": ("operator",),
     "libs/servers/pagemill_servers/tracing/config.py": ("libs/servers",),

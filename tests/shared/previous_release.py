@@ -23,8 +23,8 @@ ROOT = Path(__file__).resolve().parents[2]
 WHEELS = ROOT / ".uv" / "previous-wheels"
 STANDS_FOR_A_RELEASE = "a261bd760e422ba8048ad61af26eae7a253cd35a"
 """The first commit without what served earlier commits only; nothing before it was released."""
-LIBS = tuple(f"libs/{name}" for name in ("protocol", "models", "api", "servers", "kube"))
-FOLDERS = (*LIBS, "crds", "engine", "gateway", "operator", "cli")
+LIBS = tuple(f"libs/{name}" for name in ("protocol", "models", "api", "servers", "kube", "routing"))
+FOLDERS = (*LIBS, "crds", "execution", "engine", "gateway", "operator", "cli")
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def previous_release(request: pytest.FixtureRequest) -> Release:
             "this checkout (`git fetch --unshallow --tags`)"
         )
     root = _unpacked_commit(commit, cache / commit)
-    return Release(f"commit {commit[:12]}", tuple(root / name for name in FOLDERS))
+    return Release(f"commit {commit[:12]}", tuple(root / name for name in FOLDERS if (root / name).exists()))
 
 
 def _unpacked_wheels(wheels: list[Path], folder: Path) -> Path:
@@ -101,7 +101,8 @@ def _unpacked_wheels(wheels: list[Path], folder: Path) -> Path:
 
 def _unpacked_commit(commit: str, folder: Path) -> Path:
     if not (folder / "complete").exists():
-        done = subprocess.run(["git", "archive", commit, *FOLDERS], cwd=ROOT, capture_output=True, check=True)
+        folders = [name for name in FOLDERS if _git("rev-parse", "--verify", "--quiet", f"{commit}:{name}")]
+        done = subprocess.run(["git", "archive", commit, *folders], cwd=ROOT, capture_output=True, check=True)
         with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
             archive.extractall(folder, filter="data")
         (folder / "complete").touch()

@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 from hand_clock import Clock
 
-from pagemill_gateway.config import GatewayConfig
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.report.state import Digests, EngineLoad, StateFrame
 from pagemill_protocol.resource.served import QueueLimits
 from pagemill_routing.brain.brain import LocalBrain
 from pagemill_routing.brain.interface import DEFAULT_TICKET, Assignment, CompletedRequest, RetryContext, RoutingRequest
+from pagemill_routing.config import RoutingConfig
 
 BLOCK = 16
 
@@ -56,7 +56,7 @@ class World:
     def __init__(self, *pods: Pod, queue: QueueLimits | None = None, **settings: Any) -> None:
         self.clock = Clock()
         self.pods = {pod.name: pod for pod in pods}
-        self.brain = LocalBrain(GatewayConfig(**settings), clock=self.clock, rng=random.Random(1))
+        self.brain = LocalBrain(RoutingConfig(**settings), clock=self.clock, rng=random.Random(1))
         self.endpoints = [Endpoint(id=each, data_url=f"http://{each}:1", control_url=f"http://{each}:2")
                           for each in self.pods]  # fmt: skip
         self.model = CatalogModel(deployment="d", name="m", endpoints=self.endpoints, queue=queue)

@@ -15,6 +15,7 @@ from pagemill.planning.accelerators import ACCELERATORS, Accelerator
 from pagemill.planning.errors import DeviceTooSmall, PlanError
 from pagemill.planning.headers import Header
 from pagemill_engine.config import EngineConfig
+from pagemill_execution.config import ExecutionConfig
 from pagemill_execution.sizing.budget import MemoryPlan, RankSizes, Sizes, plan_memory
 from pagemill_execution.sizing.memory import MemoryState
 from pagemill_execution.sizing.step_limits import choose_step_limits
@@ -28,7 +29,7 @@ _MEMORY_REASONS = ("ModelTooLarge", "StepTooLarge", "KVCacheTooLarge", "KVCacheT
 
 
 class GpuPlacement(NamedTuple):
-    config: EngineConfig
+    config: ExecutionConfig
     """The engine's settings, with the step limits that it chooses on this device."""
     sizes: Sizes
     memory: MemoryPlan

@@ -22,7 +22,7 @@ from pagemill.planning.measuring import SingleRequestLatency, measure
 from pagemill.planning.placement import check_groups, place
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.server.fit import RUNTIME_BYTES
-from pagemill_execution.config import MOST_PROPOSED, SimulatedKinds
+from pagemill_execution.config import MOST_PROPOSED, ExecutionConfig, SimulatedKinds
 from pagemill_execution.sizing.budget import MemoryPlan, RankSizes, Sizes, plan_memory
 from pagemill_execution.sizing.memory import MemoryBudget, MemoryState, measure_memory
 from pagemill_execution.weights.errors import LoadError
@@ -253,20 +253,20 @@ def _on_accelerator(
     length: int,
 ) -> PlannedReplica:
     placement = place(accelerator, config, header)
-    config, sizes, ranks = placement.config, placement.sizes, placement.ranks
+    limited, sizes, ranks = placement.config, placement.sizes, placement.ranks
     exchange = exchange_of(accelerator, ranks, config.tensor_parallel_size) if ranks else None
     if fit is None:
         in_8_bits = config.quantization in SCALED
-        most = config.step.max_num_batched_tokens
+        most = limited.step.max_num_batched_tokens
         fit = step_time(accelerator, header.spec, sizes, most, in_8_bits=in_8_bits)
         if exchange is not None:
             fit = shared_step_time(fit, sizes, ranks, exchange, accelerator)
         fit_from = f"computed from a data sheet, not measured: {accelerator.source}"
     memory = placement.memory
-    cache = _divided(config, header.spec, memory.num_blocks, sizes)
+    cache = _divided(limited, header.spec, memory.num_blocks, sizes)
     shares_memory = not ranks
     replica = _replica(
-        config, header.spec, sizes, memory, fit, accelerator.name, fit_from, cache, shares_memory=shares_memory
+        limited, header.spec, sizes, memory, fit, accelerator.name, fit_from, cache, shares_memory=shares_memory
     )
     return _holding(replica, cache, length, shares_memory=shares_memory)._replace(
         overlaps=config.overlap is not False or config.pipeline_parallel_size > 1,
@@ -296,7 +296,7 @@ def _on_cpu(
     return held._replace(ranks=tuple(ranks), ranks_of_stage=config.tensor_parallel_size)
 
 
-def _divided(config: EngineConfig, spec: ModelSpec, num_blocks: int, sizes: Sizes) -> CacheBlocks:
+def _divided(config: ExecutionConfig, spec: ModelSpec, num_blocks: int, sizes: Sizes) -> CacheBlocks:
     """Return how an engine divides the cache among its kinds. States have the same size whatever the cache's type."""
     from pagemill_execution.sizing.kv_sizes import cache_kinds, kv_type_of
 
@@ -320,7 +320,7 @@ def _holding(replica: PlannedReplica, cache: CacheBlocks, length: int, *, shares
 
 
 def _replica(
-    config: EngineConfig,
+    config: ExecutionConfig,
     spec: ModelSpec,
     sizes: Sizes,
     memory: MemoryPlan,
@@ -348,13 +348,13 @@ def _replica(
     )
 
 
-def _adapters(config: EngineConfig) -> AdapterLimits | None:
+def _adapters(config: ExecutionConfig) -> AdapterLimits | None:
     from pagemill_execution.adapters.starting import limits_of
 
     return limits_of(config) if config.enable_lora else None
 
 
-def _overlaps_on_cpu(config: EngineConfig) -> bool:
+def _overlaps_on_cpu(config: ExecutionConfig) -> bool:
     """Whether an engine launches a step before it has read the one before: on CPUs where a setting says so, or with
     stages, which compute different steps at the same time."""
     return config.pipeline_parallel_size > 1 if config.overlap is None else config.overlap

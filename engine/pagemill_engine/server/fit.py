@@ -81,8 +81,10 @@ def _weight_bytes(config: EngineConfig, spec: ModelSpec) -> int:
 
 
 def _draft_spec(config: EngineConfig, spec: ModelSpec, path: Path) -> ModelSpec | None:
-    """Return what drafts by the settings. Whether it fits the model is decided by `pagemill_execution.sizing.draft`. Raises
-    `SourceError`."""
+    """Return what drafts by the settings. Whether it fits the model is decided by `pagemill_execution.sizing.draft`.
+
+    Raises `SourceError`.
+    """
     method, source = config.speculative.method, config.speculative.source
     if source is None:
         if method not in ("auto", "mtp") or (method == "auto" and (config.num_ranks > 1 or spec.has_states)):

@@ -1,4 +1,4 @@
-"""What a node does that is not node 0: its processes compute, and it serves nothing (`pagemill_execution.starting.nodes`)."""
+"""What a node other than node 0 does: its processes compute (`pagemill_execution.starting.nodes`), without a server."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Selects the rows of a step whose logits give log probabilities of prompt tokens, in pieces of bounded memory.
 
-The scheduler (`pagemill_engine.scheduler.builder`) decides which tokens those are; the runner, which has the hidden states,
-computes logits and log probabilities.
+The scheduler (`pagemill_engine.scheduler.builder`) decides which tokens those are; the runner, which has the hidden
+states, computes logits and log probabilities.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ reports them in its state stream. `compute` checks settings that a model or a de
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -17,6 +17,8 @@ from pagemill_models.spec.model_spec import ModelSpec
 _CACHING = {"kv_cache_dtype": "auto", "kv_cache_memory_bytes": None}
 """Settings of the KV cache -> the value with which they are not set.
 Blocks without memory are counted also for models that have none."""
+
+Settings = TypeVar("Settings", bound=ExecutionConfig)
 
 
 class UnusedSetting(NamedTuple):
@@ -50,5 +52,5 @@ def unused_settings(config: ExecutionConfig, spec: ModelSpec) -> list[UnusedSett
     ]
 
 
-def without(config: ExecutionConfig, unused: list[UnusedSetting]) -> ExecutionConfig:
+def without(config: Settings, unused: list[UnusedSetting]) -> Settings:
     return msgspec.structs.replace(config, **{each.name: each.usual for each in unused})

@@ -1,7 +1,8 @@
 """The messages between workers and the control process: tagged msgspec structs in msgpack.
 
 A call has a number, and gets one reply or refusal with the same number; other messages have no answer. Docstrings of
-questions name the type of the answer. The values are those of `pagemill_routing.brain.interface`, `limits.store` and `ports`.
+questions name the type of the answer. The values are those of `pagemill_routing.brain.interface`, `limits.store` and
+`ports`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Quantized weights as numpy arrays: 4 or 8 bits per weight, a scale and an optional offset per group of inputs.
 
-GGUF's quantized types and packed checkpoints have exactly this form (`pagemill_execution.weights` translates), so nothing
-is requantized. `linear.quantize` quantizes floats.
+GGUF's quantized types and packed checkpoints have exactly this form (`pagemill_execution.weights` translates), so
+nothing is requantized. `linear.quantize` quantizes floats.
 """
 
 from __future__ import annotations

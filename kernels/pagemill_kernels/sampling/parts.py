@@ -3,7 +3,7 @@
 Each rank finds the best token of its part. Of rows that draw, it then finds either the winner (noise is a function of
 key and token), or, where top_k or top_p filter, the likeliest candidates and the mass of its part: masses are integers,
 whose sum has no order. `decide` joins these; a row that they do not decide needs all of its logits. Who sends what to
-whom is the engine's part (`executing.ranks.divided_logits`).
+whom is the part of `pagemill_execution.runners.ranks.divided_logits`.
 
 Masks, biases and penalties change single tokens, so each rank changes its part before it searches. Of a row's log
 probabilities it finds its likeliest tokens, the values of tokens that are asked for, and its mass.

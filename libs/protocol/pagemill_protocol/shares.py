@@ -4,7 +4,7 @@ A tenant may take more only while what it has is at most nine times what stays f
 nearly half each, and something is left for a tenant that comes later, however many there are (dynamic thresholds, as
 switches use for shared buffers). Without tenants, as in a gateway that requires no keys, only the limit in all applies.
 
-Pure bookkeeping. Gateways (`admission.in_flight_limit`, `relay.journal`) and engines (`server.request_memory`) use it,
+Pure bookkeeping. Gateways (`limits.in_flight_limit`, `relay.journal`) and engines (`server.request_memory`) use it,
 and word the messages of the errors.
 """
 

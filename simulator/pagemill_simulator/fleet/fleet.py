@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from functools import partial
 
 from pagemill_engine.config import EngineConfig
-from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.processes.garbage_collection import MIDDLE_ROUNDS, NEW_OBJECTS, YOUNG_ROUNDS
 from pagemill_operator.autoscaler.signals import Activity, GatewayReport, merge
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
@@ -24,6 +23,7 @@ from pagemill_protocol.report.load import DeploymentLoad, EngineReport
 from pagemill_protocol.report.state import StateFrame
 from pagemill_routing.brain.brain import LocalBrain
 from pagemill_routing.brain.interface import FailureKind
+from pagemill_routing.config import RoutingConfig
 from pagemill_simulator.events import Events, EventsLoop
 from pagemill_simulator.fleet.batch_lines import BatchLines
 from pagemill_simulator.fleet.conversations import Conversations
@@ -120,10 +120,11 @@ class _Fleet:
         self._kinds = [make_kind(settings.engine_of(each), events) for each in settings.slowness]
         self._loop = EventsLoop(events)
         self._event_log = EventLog(workload)
-        # As in a cluster, ending endpoints are announced at once, and used while there is no other.
-        config = GatewayConfig(routing_policy=settings.routing_policy, discovery="kubernetes", decision_log_size=0)
+        config = RoutingConfig(routing_policy=settings.routing_policy, decision_log_size=0)
         self._handover_timeout_s = config.handover_timeout_s
-        self._brain = LocalBrain(config, clock=events.now, rng=random.Random(f"{settings.seed} gateway"))
+        # As in a cluster, ending endpoints are announced at once, and used while there is no other.
+        rng = random.Random(f"{settings.seed} gateway")
+        self._brain = LocalBrain(config, keeps_terminating=True, clock=events.now, rng=rng)
         self._pod_runs: dict[str, PodRun] = {}
         """The engine that runs in each pod."""
         self._relay = SimulatedRelay(

@@ -13,8 +13,9 @@ from typing import NamedTuple
 import msgspec
 
 from pagemill_engine.config import EngineConfig
-from pagemill_gateway.config import BatchesConfig, GatewayConfig
+from pagemill_gateway.config import BatchesConfig
 from pagemill_protocol.resource.served import QueueLimits
+from pagemill_routing.config import RoutingConfig
 from pagemill_routing.policies.registry import check_policy
 from pagemill_simulator.adapters import AdapterSettings
 from pagemill_simulator.scaling.policy import ReplicaBounds
@@ -92,11 +93,11 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds that a removed pod has for its requests; the rest continues elsewhere."""
     crash_mean_s: float = 0.0
     """Mean seconds from a pod's readiness to its crash, exponentially distributed; 0: no pod crashes."""
-    queue: QueueLimits = GatewayConfig().queue
+    queue: QueueLimits = RoutingConfig().queue
     """Limits of the gateway's queue."""
     batches: BatchesConfig = BatchesConfig()
     """When batch lines are started, and how many run at once."""
-    max_attempts: int = GatewayConfig().max_attempts
+    max_attempts: int = RoutingConfig().max_attempts
     """How many pods may fail one request."""
     seed: int = 0
     """Seed of starts, crashes and the gateway's draws; traffic has its own."""

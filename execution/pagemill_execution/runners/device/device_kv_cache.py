@@ -25,8 +25,8 @@ class DeviceKVCache:
 
     The layout is in `pagemill_kernels.kv_store`, that of quantized caches in its `storage`. `layers` is empty between
     `release` and `allocate`. The block after the last one of a kind is its padding block: padded rows write it and it
-    is never read. Of several kinds the first and the last share one arena (`pagemill_engine.kv.split`), in which the blocks of all
-    layers of a kind are adjacent. Raises `LoadError` if the device does not have the memory.
+    is never read. Of several kinds the first and the last share one arena (`pagemill_engine.kv.split`), in which the
+    blocks of all layers of a kind are adjacent. Raises `LoadError` if the device does not have the memory.
     """
 
     def __init__(

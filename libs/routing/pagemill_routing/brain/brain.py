@@ -68,9 +68,9 @@ class LocalBrain:
         generated_token: Callable[[str], str] = lambda control_url: "",
     ) -> None:
         """`keeps_terminating`: whether terminating endpoints get requests while no other one can take over. A cluster
-        sets `terminating` at once, when the gateway may not know the replacement yet; a static catalogue sets it when the
-        endpoint must get no more requests. `generated_token` returns the token that the engine at a control URL generated;
-        empty if unknown."""
+        sets `terminating` at once, when the gateway may not know the replacement yet; a static catalogue sets it when
+        the endpoint must get no more requests. `generated_token` returns the token that the engine at a control URL
+        generated; empty if unknown."""
         self._clock = clock
         rng = rng or random.Random()
         self._policies = RoutingPolicies(config.routing_policy, config.routing_session_ms)

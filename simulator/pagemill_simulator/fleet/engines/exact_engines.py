@@ -12,10 +12,10 @@ import msgspec
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.ipc.messages import StepOutputs
-from pagemill_gateway.config import GatewayConfig
 from pagemill_protocol.report.state import EngineLoad
 from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_routing.brain.interface import HashScheme
+from pagemill_routing.config import RoutingConfig
 from pagemill_routing.prompt_hashes import PromptHashes
 from pagemill_simulator.adapters import AdapterSettings
 from pagemill_simulator.events import Events
@@ -36,7 +36,7 @@ class ExactEngines:
         self._config = msgspec.structs.replace(config, vocab_size=self.vocab_size)
         self._events = events
         self._adapters = adapters
-        self._hashes = PromptHashes(GatewayConfig().remembered_prefix_chunks)
+        self._hashes = PromptHashes(RoutingConfig().remembered_prefix_chunks)
 
     def start(self, pod_name: str, observe: Observe, deliver: Deliver, start_s: dict[str, float]) -> ExactEngine:
         pod = SimulatedPod(pod_name, self._config, serves_adapters=self._adapters is not None, start_s=start_s)

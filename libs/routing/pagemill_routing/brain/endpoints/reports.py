@@ -1,8 +1,8 @@
 """The latest report of one endpoint and its freshness.
 
 Pure bookkeeping of one state stream (`pagemill_protocol.report.state`): gaps, age, and the load from elsewhere.
-`pagemill_gateway.discovery.state_streams` reads the stream. A stale report does not make an endpoint unusable: the brain then uses its
-own counts.
+`pagemill_gateway.discovery.state_streams` reads the stream. A stale report does not make an endpoint unusable: the
+brain then uses its own counts.
 """
 
 from __future__ import annotations

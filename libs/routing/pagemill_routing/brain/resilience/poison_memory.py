@@ -1,8 +1,8 @@
 """Remembers blamed requests by their content, so that engines get none of them again for a while.
 
-The content is a hash that workers compute (`pagemill_gateway.relay.relay`). It is remembered with the digest of the weights
-that failed: with other weights, such as those of a new version, the request is tried again. Gateways share what they
-remember through Redis, if they have one.
+The content is a hash that workers compute (`pagemill_gateway.relay.relay`). It is remembered with the digest of the
+weights that failed: with other weights, such as those of a new version, the request is tried again. Gateways share what
+they remember through Redis, if they have one.
 """
 
 from __future__ import annotations
