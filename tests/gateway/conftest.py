@@ -41,7 +41,7 @@ from pagemill_protocol.report.adapters import AdapterSlots
 from pagemill_protocol.report.state import Digests, EngineLoad, StateFrame, StepTimeParams
 from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_protocol.versions import protocol_headers
-from pagemill_routing.policies import policies
+from pagemill_routing.policies import registry
 from pagemill_servers.process.listening import bind, url_of
 
 MODEL = "tiny"
@@ -490,7 +490,7 @@ async def gateways(
     layout = LAYOUTS[getattr(request, "param", "one process")]
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(kept_templates.in_use())
-        stack.enter_context(mock.patch.object(policies, "entry_points", installed))
+        stack.enter_context(mock.patch.object(registry, "entry_points", installed))
 
         async def start(*engines: FakeEngine, wait: bool = True, **settings: Any) -> GatewayUnderTest:
             defaults = {
