@@ -1,8 +1,8 @@
 """Compares tokens per second of model families with vLLM for CPU and llama.cpp: random bfloat16 weights of one shape.
 
-Each family is a folder with some 120 to 230 million parameters, run with two threads; engines alternate, and those not
+Each family is a folder with some 120 to 500 million parameters, run with two threads; engines alternate, and those not
 being measured are stopped. `single`: decodes of one request; `batch`: of eight at once; `prefill`: prompts of 512
-tokens with one output token. llama.cpp runs `llama-bench` on the same weights as a GGUF file, without the batch row.
+tokens with one output token. llama.cpp runs the same weights as a GGUF file, one sequence at a time, without `batch`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import json
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -24,8 +23,8 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from peers import llama_cpp, pagemill, vllm_cpu
-from peers.catalogue import THREADS, Worker
+from peers import hugging_face, llama_cpp, pagemill, vllm_cpu
+from peers.catalogue import Worker
 from peers.install import FOLDER, InstallFailed
 from peers.process import PeerFailed, PeerProcess
 from report import ROOT, emit
@@ -37,6 +36,19 @@ LAYERS: dict[str, Any] = {"num_hidden_layers": 8, "num_attention_heads": 16, "hi
 COMMON: dict[str, Any] = {**LAYERS, "vocab_size": VOCAB_SIZE, "max_position_embeddings": 2048}
 COMMON |= {"dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 GROUPED: dict[str, Any] = {**COMMON, "num_key_value_heads": 4}
+QWEN: dict[str, Any] = {
+    **GROUPED, "num_hidden_layers": 24, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256,
+    "intermediate_size": 3584, "linear_num_key_heads": 16, "linear_num_value_heads": 16,
+    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
+}  # fmt: skip
+LFM2: dict[str, Any] = {
+    **GROUPED, "num_hidden_layers": 16, "intermediate_size": 3584, "block_auto_adjust_ff_dim": False,
+    "full_attn_idxs": [2, 5, 8, 11, 14],
+}  # fmt: skip
+BAMBA: dict[str, Any] = {
+    **GROUPED, "num_hidden_layers": 16, "intermediate_size": 3584, "attn_layer_indices": [5, 11],
+    "mamba_n_heads": 32, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 1, "mamba_d_conv": 4,
+}  # fmt: skip
 
 
 class Family(NamedTuple):
@@ -75,10 +87,14 @@ FAMILIES: dict[str, Family] = {
         {**GROUPED, "head_dim": 64, "moe_intermediate_size": 448, "num_experts": 32, "num_experts_per_tok": 8,
          "intermediate_size": 1792},
     ),
+    "qwen3.5-0.8b": Family("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", QWEN, "qwen35"),
+    "lfm2": Family("Lfm2ForCausalLM", "Lfm2Config", LFM2, "lfm2"),
+    "bamba": Family("BambaForCausalLM", "BambaConfig", BAMBA),
 }  # fmt: skip
 ROWS = {"single": (1, 16, 64), "batch": (8, 16, 64), "prefill": (4, 512, 1)}
 """Number of requests, tokens of each prompt, output tokens of each."""
-LLAMA_BENCH = {"single": ["-p", "0", "-n", "64"], "prefill": ["-p", "512", "-n", "0"]}
+WORKERS = {"pagemill": pagemill, "vllm": vllm_cpu, "transformers": hugging_face}
+PEERS = [*WORKERS, "llama.cpp"]
 Rates = dict[str, float]
 
 
@@ -128,27 +144,19 @@ def worker(name: str, of: Callable[[Path], Worker], folder: Path) -> Iterator[Ca
 
 
 def write_gguf(folder: Path, architecture: str) -> Path:
-    """Write a GGUF file with matrices in bfloat16."""
-    plain, file = folder / "float32.gguf", folder / "model.gguf"
+    """Write a GGUF file with matrices in bfloat16, and tokens, which llama.cpp needs."""
+    plain, file = folder / "plain.gguf", folder / "model.gguf"
     write: Any = importlib.import_module("family_gguf").write_family_gguf
-    write(plain, folder, architecture, tokenizer="no_vocab", vocab_size=VOCAB_SIZE)
-    argv = [str(llama_cpp.program().with_name("llama-quantize")), str(plain), str(file), "BF16"]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=TIMEOUT_S)
-    if done.returncode != 0:
-        raise PeerFailed(done.stderr.strip().splitlines()[-1][:160])
+    write(plain, folder, architecture, vocab_size=VOCAB_SIZE)
+    llama_cpp.with_vocabulary(plain, file, in_bfloat16=True)
     plain.unlink()
     return file
 
 
-def llama_bench(file: Path) -> Callable[[str, int], float]:
-    program = llama_cpp.program().with_name("llama-bench")
-
+def llama_rate(file: Path) -> Callable[[str, int], float]:
     def measure(row: str, _seed: int) -> float:
-        argv = [str(program), "-m", str(file), "-t", str(THREADS), "-r", "1", "-o", "json", *LLAMA_BENCH[row]]
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=TIMEOUT_S)
-        if done.returncode != 0:
-            raise PeerFailed(done.stderr.strip().splitlines()[-1][:160])
-        return float(json.loads(done.stdout)[0]["avg_ts"])
+        _, prompt, output = ROWS[row]
+        return llama_cpp.tokens_per_second(file, prompt, output, TIMEOUT_S)
 
     return measure
 
@@ -165,7 +173,7 @@ def measure_family(family: Family, folder: Path, peers: Sequence[str], runs: int
             except PeerFailed as failure:
                 found["single"][name] = f"failed: {failure}"
         for row in ROWS:
-            rates: dict[str, list[float]] = {name: [] for name in measures if name != "llama.cpp" or row in LLAMA_BENCH}
+            rates: dict[str, list[float]] = {name: [] for name in measures if name != "llama.cpp" or row != "batch"}
             for run in range(runs + 1):  # the first run warms up
                 for name, each in rates.items():
                     rate = measures[name](row, run)
@@ -178,8 +186,8 @@ def _start(name: str, family: Family, folder: Path, stack: ExitStack) -> Callabl
     if name == "llama.cpp":
         if family.gguf is None:
             raise PeerFailed("no GGUF file is written of it")
-        return llama_bench(write_gguf(folder, family.gguf))
-    of = {"pagemill": pagemill.PEERS[0].worker, "vllm": vllm_cpu.PEERS[0].worker}[name]
+        return llama_rate(write_gguf(folder, family.gguf))
+    of = {each: module.PEERS[0].worker for each, module in WORKERS.items()}[name]
     assert of is not None
     return stack.enter_context(worker(name, of, folder))
 
@@ -187,13 +195,16 @@ def _start(name: str, family: Family, folder: Path, stack: ExitStack) -> Callabl
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=FAMILIES)
-    parser.add_argument("--peers", nargs="+", default=["pagemill", "vllm"])
+    parser.add_argument("--peers", nargs="+", default=["pagemill", "vllm"], choices=PEERS)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--uv", type=Path, default=ROOT / ".uv" / "bin" / "uv")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the peers are ended
     try:
-        vllm_cpu.PEERS[0].install(arguments.uv)
+        if "vllm" in arguments.peers:
+            vllm_cpu.PEERS[0].install(arguments.uv)
+        if "llama.cpp" in arguments.peers:
+            llama_cpp.install_node(arguments.uv)
     except InstallFailed as failure:
         raise SystemExit(f"no figures: {failure}") from None
     table, result = [], {}

@@ -16,9 +16,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import gguf
 from peers.install import interpreter
-from peers.llama_cpp import WHEEL, install_wheel
+from peers.llama_cpp import WHEEL, install_wheel, with_vocabulary
 from report import ROOT, emit, progress
 
 from pagemill_engine.config import EngineConfig
@@ -82,30 +81,6 @@ def ours(file: Path) -> list[list[int]]:
             answers[output.request_id] += output.token_ids
     core.runner.close()
     return [*answers.values()]
-
-
-def with_vocabulary(source: Path, target: Path) -> None:
-    """Write the file again with tokens, which llama.cpp needs, and the tests do not."""
-    reader = gguf.GGUFReader(source)
-    writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
-    for field in reader.fields.values():
-        if not field.name.startswith(("GGUF.", "general.architecture", "tokenizer.")):
-            element = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
-            writer.add_key_value(field.name, field.contents(), field.types[0], sub_type=element)
-    count = next(each.shape[1] for each in reader.tensors if each.name == "token_embd.weight")
-    tokens = [chr(at) if 33 <= at < 127 else {10: "Ċ", 32: "Ġ"}.get(at, f"<{at}>") for at in range(count)]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(tokens)
-    writer.add_token_types([gguf.TokenType.NORMAL] * count)
-    writer.add_token_merges(["! !"])
-    writer.add_add_bos_token(False)
-    for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 def compare(name: str, architecture: str, model: tuple[str, dict[str, Any]], folder: Path) -> tuple[str, str]:

