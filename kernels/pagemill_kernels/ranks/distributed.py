@@ -74,7 +74,7 @@ class DistributedGroup:
             self._signals.come()
             self._sums.add(buffer)
         elif self._on_host:
-            first, *others = self._gathered(buffer)
+            first, *others = self.gather_alike(buffer)
             for each in others:
                 first += each
             buffer.copy_(first)
@@ -84,11 +84,22 @@ class DistributedGroup:
     def gather(self, buffer: Tensor) -> list[Tensor]:
         rows, own = buffer.shape
         if own not in self._widths:
-            self._widths[own] = [int(each) for each in self._gathered(torch.tensor([own], device=buffer.device))]
+            self._widths[own] = [int(each) for each in self.gather_alike(torch.tensor([own], device=buffer.device))]
         widths = self._widths[own]
         padded = torch.zeros(rows, max(widths), dtype=buffer.dtype, device=buffer.device)
         padded[:, :own] = buffer
-        return [each[:, :width] for each, width in zip(self._gathered(padded), widths, strict=True)]
+        return [each[:, :width] for each, width in zip(self.gather_alike(padded), widths, strict=True)]
+
+    def gather_alike(self, buffer: Tensor) -> Tensor:
+        """Return what all ranks give, of the same shape, [ranks, ...]."""
+        given = torch.empty(self.size, *buffer.shape, dtype=buffer.dtype, device=buffer.device)
+        parts = list(given)
+        self._run(lambda: self._group.allgather([parts], [buffer]))
+        return given
+
+    def add_integers(self, buffer: Tensor) -> None:
+        """Replace integers by their sums over all ranks, which have no order."""
+        self._run(lambda: self._group.allreduce([buffer]))
 
     def broadcast(self, buffer: Tensor, sender: int) -> None:
         """Fill `buffer` on all ranks with what is in it on one of them."""
@@ -106,12 +117,6 @@ class DistributedGroup:
 
     def abort(self, reason: str) -> None:
         """Do nothing: the rank's `ExchangeSignals` end the group."""
-
-    def _gathered(self, buffer: Tensor) -> list[Tensor]:
-        given = torch.empty(self.size, *buffer.shape, dtype=buffer.dtype, device=buffer.device)
-        parts = list(given)
-        self._run(lambda: self._group.allgather([parts], [buffer]))
-        return parts
 
     def _run(self, start: Callable[[], Any]) -> None:
         self._signals.come()

@@ -1,9 +1,9 @@
 """Runners of ranks whose steps run on devices, and how they notice that one of them is lost.
 
-All ranks queue the same steps; rank 0 alone samples. With one stage it sends the tokens behind its draw, device to
-device, so that no host is waited for; with several, followers get them with a later plan, since a stage must not wait
-for a step that is still in the stages behind it. A step that raises on one rank ends the engine: the others have queued
-exchanges that no host takes back.
+All ranks queue the same steps. Those that divide a vocabulary search their columns (`sampling.triton_parts`); rank 0
+alone decides. With one stage it sends the tokens device to device, so that no host is waited for; with several, other
+stages get them with a later plan, since a stage must not wait for a step that is still in the stages behind it. A step
+that raises on one rank ends the engine: the others have queued exchanges that no host takes back.
 """
 
 from __future__ import annotations
@@ -15,23 +15,28 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pagemill_engine.adapters.messages import AdapterMessage
+from pagemill_engine.executing.device.device_forward import Neighbours
 from pagemill_engine.executing.device.device_rows import DeviceStep
 from pagemill_engine.executing.device.device_runner import DeviceRunner, InFlight
 from pagemill_engine.executing.prompt_logprobs import PromptRows
 from pagemill_engine.executing.ranks.messages import SampledStep
+from pagemill_engine.sampling.rows import SamplingRows
+from pagemill_engine.sampling.runs import masks_of
 from pagemill_engine.scheduler.step import StepPlan
 from pagemill_kernels.adapters.triton_launch import TritonAdapterRows
 from pagemill_kernels.gpu.launch import upload
-from pagemill_kernels.ranks.distributed import DistributedGroup, wait_for
+from pagemill_kernels.ranks.distributed import wait_for
 from pagemill_kernels.ranks.group import ComputedTime, GroupAborted
 from pagemill_kernels.ranks.places import OUTSIDE, STUCK_SECONDS, RankStatus
 from pagemill_kernels.request_rows.layout import DeviceStepInputs, StepRows
 from pagemill_kernels.request_rows.staging import Staging
-from pagemill_kernels.sampling.batch import SamplingBatch
-from pagemill_kernels.sampling.device_sample import DeviceSample
+from pagemill_kernels.sampling.batch import Reports, SamplingBatch, TokenMasks
+from pagemill_kernels.sampling.device_sample import DeviceSample, Report
+from pagemill_kernels.sampling.triton_parts import DividedSampler, Filters
 
 _LONGEST_LOOK_S = 0.1
 """The most that one look counts, so that a process that was stopped itself accuses none."""
@@ -134,26 +139,55 @@ class DeviceSignals:
                 )
 
 
-class LeadingDeviceRunner(DeviceRunner):
+class _RankRunner(DeviceRunner):
+    """A rank that may divide the vocabulary with others."""
+
+    def __init__(self, *args: Any, neighbours: Neighbours) -> None:
+        super().__init__(*args, neighbours=neighbours)
+        self._divided: DividedSampler | None = None
+        if neighbours.stage is not None and self._forward.has_head:
+            self._divided = DividedSampler(neighbours.stage, self._forward.columns, self.info.vocab_size)
+
+    def _masks(self, plan: StepPlan, request_ids: list[str]) -> TokenMasks | None:
+        """Return masks of all tokens of requests that have any: followers know only their names."""
+        if self._divided is None:
+            return super()._masks(plan, request_ids)
+        masks = masks_of(plan, request_ids)
+        named = [name in plan.token_masks for name in request_ids for _ in range(1 + len(plan.proposals.get(name, ())))]
+        rows, num_words = np.flatnonzero(named), -(-self.info.vocab_size // 32)
+        bits = np.full((len(rows), num_words), -1, dtype=np.int32)
+        for place, row in enumerate(rows.tolist()):
+            mask = masks[row]
+            if mask is not None:
+                bits[place] = mask[:num_words]
+        return TokenMasks(rows, bits) if len(rows) else None
+
+    def _drawn(
+        self, logits: Tensor, batch: SamplingBatch, settings: Tensor, sampling: SamplingRows, rows: NDArray[Any]
+    ) -> DeviceSample:
+        if self._divided is None or not len(rows):
+            return super()._drawn(logits, batch, settings, sampling, rows)
+        return self._divided.draw(logits, batch, settings, Filters.of(sampling.draws[rows], self.info.vocab_size))
+
+    def _reported(self, logits: Tensor, token_ids: Tensor, reports: Reports) -> Report:
+        if self._divided is None:
+            return super()._reported(logits, token_ids, reports)
+        return self._divided.report(logits, token_ids, reports)
+
+
+class LeadingDeviceRunner(_RankRunner):
     """Rank 0."""
 
     def __init__(
-        self, *args: Any, signals: DeviceSignals, leave: Callable[[], None], tokens: DistributedGroup | None
+        self, *args: Any, neighbours: Neighbours, signals: DeviceSignals, leave: Callable[[], None], at_once: bool
     ) -> None:
-        """`leave`: leaves the groups. `tokens`: all ranks, to which sampled tokens go at once; None: they go with
-        plans."""
-        super().__init__(*args)
-        self._signals, self._leave, self._to_all = signals, leave, tokens
+        """`leave`: leaves the groups. `at_once`: of `FollowingDeviceRunner`."""
+        super().__init__(*args, neighbours=neighbours)
+        self._signals, self._leave = signals, leave
 
     def close(self) -> None:
         super().close()
         self._leave()
-
-    def _drawn(self, logits: Tensor, batch: SamplingBatch, settings: Tensor) -> DeviceSample:
-        found = super()._drawn(logits, batch, settings)
-        if self._to_all is not None and len(found.tokens):
-            self._to_all.broadcast(found.tokens, 0)
-        return found
 
     def _until(self, done: torch.cuda.Event) -> None:
         wait_for(done.query, self._signals.look)
@@ -168,18 +202,20 @@ class _Unfinished(NamedTuple):
     """Requests that have left since: others may have their rows."""
 
 
-class FollowingDeviceRunner(DeviceRunner):
-    """Another rank: it samples nothing."""
+class FollowingDeviceRunner(_RankRunner):
+    """Another rank: it decides nothing."""
 
     def __init__(
         self,
         *args: Any,
-        tokens: DistributedGroup | None,
+        neighbours: Neighbours,
+        at_once: bool,
         read_adapter: Callable[[AdapterMessage], None] | None,
     ) -> None:
-        """`tokens`: of `LeadingDeviceRunner`. `read_adapter`: of `FollowerRunner`."""
-        super().__init__(*args)
-        self._from_first = tokens
+        """`at_once`: whether the tokens that rank 0 finds count at once, and not with a later plan. `read_adapter`: of
+        `FollowerRunner`."""
+        super().__init__(*args, neighbours=neighbours)
+        self._at_once = at_once
         self._read_adapter = read_adapter
         self._unfinished: deque[_Unfinished] = deque()
 
@@ -218,19 +254,22 @@ class FollowingDeviceRunner(DeviceRunner):
     ) -> InFlight:
         starts = dict(zip(step.request_ids, step.query_start_loc.tolist(), strict=False))
         for piece in PromptRows.of(plan.prompt_targets, starts).pieces(self._piece_rows):
-            self._forward.logits_of(hidden, upload(piece.rows, self._ops.device), adapters)
+            if self._forward.has_head:
+                self._report(hidden, piece, adapters)
         logits = self._forward.logits_of(hidden, inputs.last_tokens[: step.num_sampled], adapters)
         return self._sample(plan, at, step, logits, inputs.settings)
 
     def _sample(self, plan: StepPlan, at: StepRows, step: DeviceStep, logits: Tensor, settings: Tensor) -> InFlight:
-        tokens = torch.empty(step.num_sampled, dtype=torch.int64, device=self._ops.device)
-        if self._from_first is None:
+        if self._forward.has_head and step.num_sampled:
+            tokens = self._draw(plan, step, logits, settings)[0].tokens
+        else:
+            tokens = torch.empty(step.num_sampled, dtype=torch.int64, device=self._ops.device)
+        if self._at_once:
+            self._rows.advance(step)
+        else:
             # The next part of a prompt may come before the step is finished.
             at = at._replace(sample_start_loc=torch.zeros_like(at.sample_start_loc))
             self._unfinished.append(_Unfinished(plan.step, step, set()))
-        elif len(tokens):
-            self._from_first.broadcast(tokens, 0)
-            self._rows.advance(step)
         self._on_device.advance_rows(self._state, at, tokens)
         return InFlight([])
 
