@@ -127,6 +127,7 @@ def leading(
     try:
         return _load(prepared.config, compute, spec, part, 0, weights, info, meeting, signals, make, store)
     except BaseException:
+        signals.close()
         meeting.close()
         raise
 

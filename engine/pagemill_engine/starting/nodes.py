@@ -110,7 +110,7 @@ def load_nodes(files: ModelFiles, compute: Compute, stuck_seconds: float = STUCK
             values = {rank: connections["values", rank] for rank in members}
             group = TcpGroup(values, 0, config.num_ranks, config.tensor_parallel_size, stuck_seconds)
             names = {rank: f"node {each.joining.node} at {each.host}" for rank, each in members.items()}
-            watched: Any = group if meeting is None else signals_of(group, stuck_seconds)
+            watched: Any = group if meeting is None else signals_of(group, compute, stuck_seconds)
             identity = RankIdentity.own(prepared.weights.digest())
             try:
                 inner = first_rank(files, prepared, part, group, None, meeting, watched)

@@ -36,6 +36,10 @@ class ExchangeSignals(Protocol):
         """Say that this rank comes to its next exchange."""
         ...
 
+    def leave(self) -> None:
+        """Say that the exchange is over."""
+        ...
+
     def look(self) -> None:
         """Raise `GroupAborted` if the ranks compute nothing more together. Called while this rank waits."""
         ...
@@ -73,6 +77,7 @@ class DistributedGroup:
         if self._sums is not None and buffer.numel() <= self._sums.capacity:
             self._signals.come()
             self._sums.add(buffer)
+            self._signals.leave()
         elif self._on_host:
             first, *others = self.gather_alike(buffer)
             for each in others:
@@ -125,6 +130,7 @@ class DistributedGroup:
             if self._on_host:
                 wait_for(work.is_completed, self._signals.look)
             work.wait()  # of NCCL's work only the stream waits
+            self._signals.leave()
         except GroupAborted:
             raise
         except RuntimeError as error:

@@ -8,9 +8,10 @@ that raises on one rank ends the engine: the others have queued exchanges that n
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -29,15 +30,17 @@ from pagemill_engine.sampling.runs import masks_of
 from pagemill_engine.scheduler.step import StepPlan
 from pagemill_kernels.adapters.triton_launch import TritonAdapterRows
 from pagemill_kernels.gpu.launch import upload
+from pagemill_kernels.ranks.device_marks import END, DeviceMarks, Reached
 from pagemill_kernels.ranks.distributed import wait_for
 from pagemill_kernels.ranks.group import ComputedTime, GroupAborted
-from pagemill_kernels.ranks.places import OUTSIDE, STUCK_SECONDS, RankStatus
+from pagemill_kernels.ranks.places import OUTSIDE, REPORT, STUCK_SECONDS, RankStatus
 from pagemill_kernels.request_rows.layout import DeviceStepInputs, StepRows
 from pagemill_kernels.request_rows.staging import Staging
 from pagemill_kernels.sampling.batch import Reports, SamplingBatch, TokenMasks
 from pagemill_kernels.sampling.device_sample import DeviceSample, Report
 from pagemill_kernels.sampling.triton_parts import DividedSampler, Filters
 
+_SAY_S = 0.05
 _LONGEST_LOOK_S = 0.1
 """The most that one look counts, so that a process that was stopped itself accuses none."""
 
@@ -67,38 +70,68 @@ class HostGroup(Protocol):
     @property
     def is_lost(self) -> bool: ...
 
+    def add_computed(self, seconds: float, steps: int) -> None: ...
+
     def computed(self) -> list[ComputedTime]: ...
 
 
 class DeviceSignals:
-    """A rank's end of a `HostGroup` whose values go elsewhere: where each rank is, and that one is lost."""
+    """A rank's end of a `HostGroup` whose values go elsewhere: where the device of each rank is, and that one is lost.
 
-    def __init__(self, group: HostGroup, stuck_seconds: float = STUCK_SECONDS) -> None:
+    A thread says where the device is, which comes to its exchanges long after the host has queued them.
+    """
+
+    def __init__(
+        self, group: HostGroup, device: torch.device, members: int, stuck_seconds: float = STUCK_SECONDS
+    ) -> None:
+        """`members`: the ranks of each stage; those with the highest numbers run the first one."""
         self.rank, self._group, self._stuck_seconds = group.rank, group, stuck_seconds
-        self.status, self.place, self.reason, self.computed = group.status, group.place, group.reason, group.computed
+        self._members, self._marks = members, DeviceMarks(device)
+        self.status, self.reason, self.computed = group.status, group.reason, group.computed
         self.recover, self.reset = group.recover, group.reset
         self.end: Callable[[], None] = lambda: None
         """Ends what devices wait for."""
-        self._number = 0
-        """Of this rank's exchange in its step."""
-        self._behind: dict[int, tuple[RankStatus, float]] = {}
-        """What ranks were last at that rank 0 is ahead of, and for how long it has waited since."""
+        self._said = Reached(0, 0, 0.0, 0)
+        self._saying = threading.Lock()
+        self._behind: dict[int, tuple[tuple[tuple[int, int], tuple[int, int]], float]] = {}
+        """Where ranks are that others are ahead of, where these wait, and for how long both were so while rank 0
+        waited."""
         self._looked_s = time.monotonic()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._say_often, name="marks", daemon=True)
+        self._thread.start()
 
     def begin_step(self, step: int) -> None:
-        self._number = 0
-        self._group.begin_step(step)
-        self._group.come_to(OUTSIDE, 0)
+        self._marks.begin(step)
 
     def come(self) -> None:
-        self._number += 1
-        self._group.come_to(OUTSIDE, self._number)
+        self._marks.exchange()
+
+    def leave(self) -> None:
+        self._marks.leave()
 
     def come_to(self, place: int) -> None:
-        self._group.come_to(place, self._number)
+        """Do nothing: where the host is says nothing of the device."""
 
     def report(self) -> None:
-        """Do nothing: the device still runs the step."""
+        """Queue the end of the step."""
+        self._marks.end()
+
+    def say(self) -> None:
+        """Say where the device is, and what it has computed."""
+        with self._saying:
+            found, before = self._marks.read(), self._said
+            self._said = found
+            if found[:2] != before[:2]:
+                self._group.begin_step(found.step)
+                self._group.come_to(REPORT if found.exchange == END else OUTSIDE, found.exchange)
+            if found.num_steps != before.num_steps:
+                self._group.add_computed(found.computed_s - before.computed_s, found.num_steps - before.num_steps)
+
+    def place(self, rank: int) -> str:
+        if rank == self.rank:
+            self.say()
+        return self._group.place(rank)
 
     @property
     def is_lost(self) -> bool:
@@ -111,32 +144,56 @@ class DeviceSignals:
         self._group.lose(reason)
         self.end()
 
+    def close(self) -> None:
+        self._closing.set()
+        self._thread.join()
+
     def look(self) -> None:
         """Raise `GroupAborted` if the group is lost; rank 0 finds a rank that has come to nothing more for too long
-        although it is behind."""
+        although others wait for it."""
         if self.rank == 0 and not self.is_lost:
             self._look_for_stuck()
         if self.is_lost:
             raise GroupAborted(self.reason() or "the group is lost")
 
+    def _say_often(self) -> None:
+        while not self._closing.wait(_SAY_S):
+            self.say()
+
     def _look_for_stuck(self) -> None:
         now_s = time.monotonic()
         passed_s, self._looked_s = min(now_s - self._looked_s, _LONGEST_LOOK_S), now_s
-        own = self.status(0)
-        for rank in range(1, self._group.size):
-            found = self.status(rank)
-            if (found.step, found.cut) >= (own.step, own.cut):
+        self.say()
+        ranks = range(self._group.size)
+        places = [(each.step, each.cut) for each in map(self.status, ranks)]
+        stuck = []
+        for rank in ranks:
+            found = places[rank], self._awaited(rank, places)
+            if found[0] >= found[1]:
                 self._behind.pop(rank, None)
                 continue
             before, waited_s = self._behind.get(rank, (None, 0.0))
             waited_s = waited_s + passed_s if before == found else 0.0
             self._behind[rank] = found, waited_s
             if waited_s >= self._stuck_seconds:
-                cut = self.place(0).removeprefix("at ")
-                self.lose(
-                    f"rank {rank} has not reached {cut} within {self._stuck_seconds:g} s; it was last "
-                    f"{self.place(rank)}"
-                )
+                stuck.append(rank)
+        if not stuck:
+            return
+        # Later stages wait for earlier ones, and in each all wait for the last.
+        rank = min(stuck, key=lambda each: (places[each][0], -(each // self._members), places[each]))
+        first = rank - rank % self._members
+        ahead = max(range(first, first + self._members), key=places.__getitem__)
+        ahead = ahead if places[ahead] > places[rank] else 0
+        self.lose(
+            f"rank {rank} has not reached {self.place(ahead).removeprefix('at ')} within {self._stuck_seconds:g} s; it "
+            f"was last {self.place(rank)}"
+        )
+
+    def _awaited(self, rank: int, places: Sequence[tuple[int, int]]) -> tuple[int, int]:
+        """Return the place to which a rank must come for others to go on."""
+        first = rank - rank % self._members
+        found = max(places[first : first + self._members])
+        return found if rank < self._members else max(found, (places[0][0], END))
 
 
 class _RankRunner(DeviceRunner):
@@ -187,6 +244,7 @@ class LeadingDeviceRunner(_RankRunner):
 
     def close(self) -> None:
         super().close()
+        self._signals.close()
         self._leave()
 
     def _until(self, done: torch.cuda.Event) -> None:
