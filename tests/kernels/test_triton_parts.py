@@ -16,7 +16,16 @@ from triton_device import DEVICE
 
 from examples import num_examples
 from pagemill_kernels.sampling import randomness, triton_launch
-from pagemill_kernels.sampling.batch import Draws, Edits, NamedTokens, Penalties, Reports, SamplingBatch, TokenMasks
+from pagemill_kernels.sampling.batch import (
+    Draws,
+    Edits,
+    Logprobs,
+    NamedTokens,
+    Penalties,
+    Reports,
+    SamplingBatch,
+    TokenMasks,
+)
 from pagemill_kernels.sampling.device_sample import DeviceSample
 from pagemill_kernels.sampling.filters import DRAWS
 from pagemill_kernels.sampling.penalties import PENALTIES
@@ -115,7 +124,7 @@ def draws_of(cases: list[dict[str, Any]], position: int) -> Draws:
     return Draws(DRAWS.filled(len(cases), {name: np.array(each) for name, each in parameters.items()}), keys)
 
 
-NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+NEUTRAL: dict[str, float] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 CASES: list[dict[str, Any]] = [
     {"temperature": 0.0}, {}, {"temperature": 4.0}, {"min_p": 0.2}, {"top_k": 7}, {"top_k": 1, "temperature": 1.7},
     {"top_p": 0.6, "temperature": 0.3}, {"top_p": 1e-6}, {"top_k": 40, "top_p": 0.8, "min_p": 0.01},
@@ -135,7 +144,8 @@ def assert_same(ranks: Ranks, logits: torch.Tensor, batch: SamplingBatch, draws:
         assert expected.logprobs is not None
         for place in np.flatnonzero(expected.finite[batch.reports.rows]).tolist():
             width = batch.reports.widths[place]
-            for ours, theirs in zip(found.logprobs, expected.logprobs, strict=True):
+            for field in Logprobs._fields:
+                ours, theirs = (np.asarray(getattr(each, field)) for each in (found.logprobs, expected.logprobs))
                 assert ours[place].reshape(-1)[:width].tolist() == theirs[place].reshape(-1)[:width].tolist()
 
 

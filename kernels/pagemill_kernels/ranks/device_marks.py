@@ -10,14 +10,12 @@ import time
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 
-EXCHANGE_BITS: tl.constexpr = tl.constexpr(20)
-END = (1 << EXCHANGE_BITS.value) - 1
+from pagemill_kernels.ranks.triton_body import EXCHANGE, EXCHANGE_BITS, LEAVE, STEP, STEP_END, mark
+
+_BITS: int = EXCHANGE_BITS.value
+END = (1 << _BITS) - 1
 """The number that stands for the end of a step, behind all of its exchanges."""
-STEP, EXCHANGE, LEAVE, STEP_END = range(4)
-"""The kinds of marks."""
 
 
 class Reached(NamedTuple):
@@ -39,22 +37,22 @@ class DeviceMarks:
         self._seen = self._state if self._on_host else torch.zeros(4, dtype=torch.int64, pin_memory=True)
 
     def begin(self, step: int) -> None:
-        self._mark(STEP, step)
+        self._mark(STEP.value, step)
 
     def exchange(self) -> None:
-        self._mark(EXCHANGE)
+        self._mark(EXCHANGE.value)
 
     def leave(self) -> None:
         """Mark that the exchange is over."""
-        self._mark(LEAVE)
+        self._mark(LEAVE.value)
 
     def end(self) -> None:
         """Mark the end of a step."""
-        self._mark(STEP_END)
+        self._mark(STEP_END.value)
 
     def read(self) -> Reached:
         place, computed_ns, num_steps, _ = self._seen.tolist()
-        return Reached(place >> EXCHANGE_BITS.value, place & END, computed_ns / 1e9, num_steps)
+        return Reached(place >> _BITS, place & END, computed_ns / 1e9, num_steps)
 
     def _mark(self, kind: int, step: int = 0) -> None:
         if not self._on_host:
@@ -62,42 +60,13 @@ class DeviceMarks:
             return
         place, computed_ns, num_steps, running_ns = self._state.tolist()
         now_ns = time.monotonic_ns()
-        if kind == STEP:
-            place, running_ns = step << EXCHANGE_BITS.value, -now_ns
-        elif kind == EXCHANGE:
+        if kind == STEP.value:
+            place, running_ns = step << _BITS, -now_ns
+        elif kind == EXCHANGE.value:
             place, running_ns = place + 1, running_ns + now_ns
-        elif kind == LEAVE:
+        elif kind == LEAVE.value:
             running_ns -= now_ns
         else:
             place |= END
             computed_ns, num_steps = computed_ns + running_ns + now_ns, num_steps + 1
         self._state.copy_(torch.tensor([place, computed_ns, num_steps, running_ns]))
-
-
-@triton.jit(do_not_specialize=["step"])
-def mark(state_ptr, seen_ptr, step, KIND: tl.constexpr):
-    """Change the state, int64 [4], and show it in memory of the host."""
-    place = tl.load(state_ptr)
-    computed_ns = tl.load(state_ptr + 1)
-    num_steps = tl.load(state_ptr + 2)
-    running_ns = tl.load(state_ptr + 3)
-    now_ns = tl.extra.cuda.globaltimer()
-    if KIND == 0:
-        place = step.to(tl.int64) << EXCHANGE_BITS
-        running_ns = 0 - now_ns
-    elif KIND == 1:
-        place += 1
-        running_ns += now_ns
-    elif KIND == 2:
-        running_ns -= now_ns
-    else:
-        place = place | ((1 << EXCHANGE_BITS) - 1)
-        computed_ns += running_ns + now_ns
-        num_steps += 1
-    tl.store(state_ptr, place)
-    tl.store(state_ptr + 1, computed_ns)
-    tl.store(state_ptr + 2, num_steps)
-    tl.store(state_ptr + 3, running_ns)
-    tl.store(seen_ptr, place)
-    tl.store(seen_ptr + 1, computed_ns)
-    tl.store(seen_ptr + 2, num_steps)

@@ -78,6 +78,7 @@ class DeviceRunner:
         info: RunnerInfo,
         max_num_seqs: int,
         adapters: DeviceAdapters | None = None,
+        *,
         neighbours: Neighbours = ALONE,
     ) -> None:
         """`neighbours`: the ranks with which this one computes its part of a model."""
