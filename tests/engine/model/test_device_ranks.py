@@ -139,7 +139,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "drawn": {"top_p": 0.9, "min_p": 0.01, "logprobs": 3, "prompt_logprobs": 1},
     "few allowed": {"allowed_token_ids": [3, 64, 65, 66, 130], "top_k": 40},
     "a bias and named tokens": {"logit_bias": {130: 4.0, 0: 4.0, 66: -100.0}, "logprob_token_ids": [0, 130]},
-    "penalties": {"temperature": 0.0, "repetition_penalty": 1.4, "frequency_penalty": 0.3, "presence_penalty": 0.2},
+    "penalties": {"temperature": 0.0, "repetition_penalty": 0.2, "frequency_penalty": 0.3, "presence_penalty": 0.2},
     "an end that waits": {"min_tokens": 3, "stop_token_ids": [130, 3], "logit_bias": {130: 50.0}, "ignore_eos": False},
 }  # fmt: skip
 
@@ -149,7 +149,7 @@ def asked(engine: Engine) -> dict[str, tuple[list[int], list[Any]]]:
     found: dict[str, tuple[list[int], list[Any]]] = {name: ([], []) for name in ASKED}
     for number, (name, params) in enumerate(ASKED.items()):
         sampling = SamplingParams(**{"temperature": 1.0, "seed": 5, "max_tokens": 5, "ignore_eos": True} | params)
-        prompt = [5, 6, 7] * 6 + [number]  # what n-grams find, and the prefix cache from the second time on
+        prompt = [5, 70, 100, 130] * 5 + [number]  # what n-grams find, and the prefix cache from the second time on
         request = GenerateRequest(request_id=name, model="test", prompt_token_ids=prompt, sampling=sampling)
         engine.core.add(request)
     while engine.core.has_work:
@@ -174,10 +174,11 @@ def test_devices_answer_what_one_does_whatever_is_asked(
     """With masks, biases, penalties, filters and log probabilities, n-grams and cached prefixes."""
     folder = saved(kind, tmp_path)
     single = runner_loader(folder, **DEVICES | settings)
-    alone = Engine(single, Proposals([Ngrams()]))
+    alone = Engine(single, Proposals([Ngrams()], can_verify=single.info.can_verify))
     expected = [asked(alone), asked(alone)]
     single.close()
-    engine = Engine(devices(folder, **settings), Proposals([Ngrams()]))
+    runner = devices(folder, **settings)
+    engine = Engine(runner, Proposals([Ngrams()], can_verify=runner.info.can_verify))
     for found, theirs in zip([asked(engine), asked(engine)], expected, strict=True):
         for name in ASKED:
             assert found[name][0] == theirs[name][0], name
