@@ -155,8 +155,7 @@ _DECODER = msgspec.msgpack.Decoder(StepPlan)
 
 def encode_plan(plan: StepPlan) -> bytes:
     """Return the plan for processes that follow it and do not sample: of `token_masks` the names, each with None."""
-    names = dict.fromkeys(plan.token_masks)
-    return _ENCODER.encode(msgspec.structs.replace(plan, token_masks=names) if names else plan)
+    return _ENCODER.encode(msgspec.structs.replace(plan, token_masks=dict.fromkeys(plan.token_masks)))
 
 
 def decode_plan(data: bytes) -> StepPlan:
