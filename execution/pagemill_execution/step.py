@@ -107,7 +107,7 @@ class StepPlan(msgspec.Struct, omit_defaults=True):
     """Masks of the sampling requests that may not take every token: int32 arrays with one bit per token, or a
     `sampling.sampler.Masked`, whose mask the runner reads after the forward pass is under way and before `wait`
     returns. A request with proposed tokens has a list instead: an array, or None, for each token that it may sample.
-    Never encoded: the process that plans also samples."""
+    Only the names are encoded: the process that plans also samples."""
     prompt_targets: dict[str, PromptTargets] = {}
     """Prompt tokens to report, of requests that ask for log probabilities of their prompts."""
     decode_context_tokens: int = 0
@@ -154,8 +154,8 @@ _DECODER = msgspec.msgpack.Decoder(StepPlan)
 
 
 def encode_plan(plan: StepPlan) -> bytes:
-    """Return the plan for processes that follow it and do not sample: without `token_masks`."""
-    return _ENCODER.encode(msgspec.structs.replace(plan, token_masks={}) if plan.token_masks else plan)
+    """Return the plan for processes that follow it and do not sample: of `token_masks` the names, each with None."""
+    return _ENCODER.encode(msgspec.structs.replace(plan, token_masks=dict.fromkeys(plan.token_masks)))
 
 
 def decode_plan(data: bytes) -> StepPlan:

@@ -31,6 +31,9 @@ class Signals:
     def come(self) -> None:
         self.num_exchanges += 1
 
+    def leave(self) -> None:
+        pass
+
     def look(self) -> None:
         if self._ended:
             raise GroupAborted(self._ended[0])
@@ -169,7 +172,7 @@ def test_two_gpus_add_in_the_order_of_ranks(tmp_path: Path) -> None:
     code = (
         "import sys, torch\n"
         "from pagemill_kernels.ranks.distributed import Meeting, ONE_SHOT_VALUES\n"
-        "class Signals:\n    def come(self): pass\n    def look(self): pass\n"
+        "class Signals:\n    def come(self): pass\n    def leave(self): pass\n    def look(self): pass\n"
         "rank, port = int(sys.argv[1]), int(sys.argv[2])\n"
         "device = torch.device('cuda', rank); torch.cuda.set_device(device)\n"
         "meeting = Meeting('127.0.0.1', port or None, 60.0)\n"

@@ -74,7 +74,7 @@ def _disturb(step: int, number: int, *, stops: bool) -> None:
     come = DeviceSignals.come
 
     def coming(signals: DeviceSignals) -> None:
-        if signals.status(signals.rank).step == step and signals._number == number - 1:
+        if signals._marks.read()[:2] == (step, number - 1):
             if not stops:
                 come(signals)
                 raise MemoryError("no memory")

@@ -39,7 +39,7 @@ from pagemill_execution.starting.preparing import ModelFiles, PreparedModel
 from pagemill_execution.weights.errors import LoadError
 from pagemill_execution.weights.source import WeightSource
 from pagemill_kernels.gpu.launch import interpreted
-from pagemill_kernels.ranks.distributed import DistributedGroup, Meeting
+from pagemill_kernels.ranks.distributed import Meeting
 from pagemill_kernels.ranks.group import GroupAborted
 from pagemill_kernels.torch_arrays import TORCH_TYPES
 from pagemill_models.spec.model_spec import ModelSpec
@@ -73,8 +73,8 @@ def use_device(config: ExecutionConfig, rank: int) -> None:
 
 class DeviceGroups(NamedTuple):
     neighbours: Neighbours
-    tokens: DistributedGroup | None
-    """Through which rank 0 sends sampled tokens; None: followers get them with plans."""
+    at_once: bool
+    """Whether rank 0 sends sampled tokens to all at once, and not with plans."""
 
 
 def make_groups(
@@ -98,7 +98,7 @@ def make_groups(
     before = None if place.before is None else pairs[rank, place.before]
     behind = None if place.behind is None else pairs[place.behind, rank]
     own = stages[rank // members]
-    return DeviceGroups(Neighbours(own if members > 1 else None, before, behind), own if members == size else None)
+    return DeviceGroups(Neighbours(own if members > 1 else None, before, behind), members == size)
 
 
 def meeting_at(address: str, port: int | None) -> Meeting:
@@ -127,6 +127,7 @@ def leading(
     try:
         return _load(prepared.config, compute, spec, part, 0, weights, info, meeting, signals, make, store)
     except BaseException:
+        signals.close()
         meeting.close()
         raise
 
@@ -187,8 +188,8 @@ def _load(
     if store is not None:
         slots = DeviceTables(part.spec.decoder, config.max_loras, config.max_lora_rank, dtype, ops.device)
         adapters = DeviceAdapters(store, slots, config.step.max_num_seqs)
-    arguments = model, ops, kv_cache, rotations, info, config.step.max_num_seqs, adapters, groups.neighbours
-    runner = make(*arguments, tokens=groups.tokens)
+    arguments = model, ops, kv_cache, rotations, info, config.step.max_num_seqs, adapters
+    runner = make(*arguments, neighbours=groups.neighbours, at_once=groups.at_once)
     if compiles:
         kept_kernels(config.kernel_cache_dir)
         sizes = sizes_of(config, own, part.spec, storage_forms(compute))

@@ -151,7 +151,7 @@ def load_ranks(files: ModelFiles, compute: Compute, stuck_seconds: float = STUCK
     watched: Any = group
     try:
         if meeting is not None:
-            watched = signals_of(group, stuck_seconds)
+            watched = signals_of(group, compute, stuck_seconds)
             followers.watch(watched)  # one that ends would leave this one in an exchange
         try:
             with refusals(files.path):
@@ -192,10 +192,10 @@ def measured(compute: Compute) -> MemoryState:
     return measure_device(compute.ops.device)
 
 
-def signals_of(group: ComputingGroup, stuck_seconds: float) -> DeviceSignals:
+def signals_of(group: ComputingGroup, compute: Compute, stuck_seconds: float) -> DeviceSignals:
     from pagemill_execution.runners.device.device_ranks import DeviceSignals
 
-    return DeviceSignals(group, stuck_seconds)
+    return DeviceSignals(group, compute.ops.device, group.members, stuck_seconds)
 
 
 def with_bytes(inner: Any, num_bytes: int) -> None:
@@ -250,7 +250,7 @@ def follower_of(
         if settings.meeting is not None:
             from pagemill_execution.starting.load_device_ranks import following, meeting_at
 
-            meeting, signals = meeting_at(*settings.meeting), signals_of(group, settings.stuck_seconds)
+            meeting, signals = meeting_at(*settings.meeting), signals_of(group, compute, settings.stuck_seconds)
             return (
                 following(config, compute, spec, part, weights, info, meeting, signals, followed, read_adapter),
                 signals,

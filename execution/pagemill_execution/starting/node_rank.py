@@ -78,7 +78,7 @@ def run(settings: NodeRankSettings) -> None:
         values |= {other: opened("values", at) for other, at in invitation.addresses.items()}
         size = settings.config.num_ranks
         wanted: list[Key] = [("values", other) for other in range(rank + 1, size)]
-        found = listener.collect(wanted, time.monotonic() + nodes.timeout_s, lambda: None)
+        found = listener.collect(wanted, time.monotonic() + nodes.timeout_s, lambda left: None)
         listener.close()
         values |= {other: connection for (_, other), connection in found.items()}
         if len(values) < size - 1:

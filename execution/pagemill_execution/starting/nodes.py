@@ -14,7 +14,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,13 +94,13 @@ def load_nodes(files: ModelFiles, compute: Compute, stuck_seconds: float = STUCK
     check_division(files.spec, config.num_ranks, config.pipeline_parallel_size)
     launch.set_num_threads(threads[0])
     prepare_thread = torch_threads(compute, threads[0])
-    files.progress("loading", f"waiting for the ranks of {nodes.count} nodes at {nodes.address}:{nodes.port}")
-    listener = listen(nodes, token)
+    waiting = partial(files.progress, "loading")
+    listener = listen(nodes, token, waiting)
     children = NodeProcesses(config, str(files.path), threads, range(1, config.ranks_here))
     members: dict[int, Member] = {}
     try:
         meeting = meet(config, compute, nodes.address)
-        members = _members(config, nodes, listener, children)
+        members = _members(config, nodes, listener, children, waiting)
         with refusals(files.path):
             others = _other_nodes(nodes, members) if meeting is None else []  # devices are measured by their ranks
             prepared = prepare(files, compute, measured(compute), others)
@@ -109,7 +110,7 @@ def load_nodes(files: ModelFiles, compute: Compute, stuck_seconds: float = STUCK
             values = {rank: connections["values", rank] for rank in members}
             group = TcpGroup(values, 0, config.num_ranks, config.tensor_parallel_size, stuck_seconds)
             names = {rank: f"node {each.joining.node} at {each.host}" for rank, each in members.items()}
-            watched: Any = group if meeting is None else signals_of(group, stuck_seconds)
+            watched: Any = group if meeting is None else signals_of(group, compute, stuck_seconds)
             identity = RankIdentity.own(prepared.weights.digest())
             try:
                 inner = first_rank(files, prepared, part, group, None, meeting, watched)
@@ -255,20 +256,35 @@ class JoinedRanks:
 
 
 def _members(
-    config: ExecutionConfig, nodes: NodesConfig, listener: Listener, children: NodeProcesses
+    config: ExecutionConfig,
+    nodes: NodesConfig,
+    listener: Listener,
+    children: NodeProcesses,
+    waiting: Callable[[str], None],
 ) -> dict[int, Member]:
-    """Wait until all ranks have joined. Raises `LoadError` that names those that have not, or that differ."""
+    """Wait until all ranks have joined; `waiting` is called with those that are missing. Raises `LoadError` that names
+    those that have not come, or that differ."""
     wanted: list[Key] = [("join", rank) for rank in range(1, config.num_ranks)]
     deadline = time.monotonic() + nodes.timeout_s
-    found = listener.collect(wanted, deadline, children.check)
+    named: list[str] = []
+
+    def where(left: Iterable[Key]) -> str:
+        return ", ".join(f"rank {rank} of node {rank // config.ranks_here}" for _, rank in sorted(left))
+
+    def check(left: set[Key]) -> None:
+        children.check()
+        if named != [where(left)]:
+            named[:] = [where(left)]
+            waiting(f"waiting for {named[0]} to join {nodes.address}:{nodes.port}; the logs of these nodes say why")
+
+    found = listener.collect(wanted, deadline, check)
     if len(found) < len(wanted):
-        missing = [rank for _, rank in wanted if ("join", rank) not in found]
-        where = ", ".join(f"rank {rank} of node {rank // config.ranks_here}" for rank in missing)
+        missing = set(wanted) - found.keys()
         raise LoadError(
             "RendezvousFailed",
-            f"{where} did not join node 0 at {nodes.address}:{nodes.port} within {nodes.timeout_s:g} s. Start these "
-            "nodes with --node-rank and the same --nnodes, --master-addr and --master-port, read their logs, and let "
-            "the network pass connections between the nodes.",
+            f"{where(missing)} did not join node 0 at {nodes.address}:{nodes.port} within {nodes.timeout_s:g} s. Start "
+            "these nodes with --node-rank and the same --nnodes, --master-addr and --master-port, read their logs, and "
+            "let the network pass connections between the nodes.",
         )
     own = RankIdentity.own()
     members = {}
@@ -322,7 +338,7 @@ def _connections(
 ) -> dict[Key, Any]:
     purposes: list[Key] = [("plans", rank) for rank in range(1, config.num_ranks)]
     purposes += [("values", rank) for rank in range(1, config.num_ranks)]
-    found = listener.collect(purposes, time.monotonic() + nodes.timeout_s, children.check)
+    found = listener.collect(purposes, time.monotonic() + nodes.timeout_s, lambda left: children.check())
     missing = [rank for purpose, rank in purposes if (purpose, rank) not in found]
     if missing:
         raise LoadError("RankLost", f"Rank {missing[0]} has joined, but opened no connection for values.")

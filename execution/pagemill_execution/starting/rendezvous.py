@@ -35,6 +35,9 @@ from pagemill_kernels.ranks.connections import (
 logger = logging.getLogger(__name__)
 
 _RETRY_SECONDS, _NOTE_SECONDS = 0.2, 10.0
+RESOLVE_SECONDS = 30.0
+"""How long a name that does not resolve is asked for, since it is nearly always misspelt. In a group of pods, whose
+names appear with their Service, it is asked for as long as nodes wait for each other."""
 _THREADS = 16
 Purpose = Literal["join", "plans", "values"]
 Key = tuple[Purpose, int]
@@ -100,12 +103,14 @@ class Listener:
         self._pool, self._room = ThreadPoolExecutor(_THREADS, "rank-accept"), threading.BoundedSemaphore(MOST_RANKS * 2)
         threading.Thread(target=self._accept, name="rank-accept", daemon=True).start()
 
-    def collect(self, wanted: Iterable[Key], deadline: float, check: Callable[[], None]) -> dict[Key, socket.socket]:
+    def collect(
+        self, wanted: Iterable[Key], deadline: float, check: Callable[[set[Key]], None]
+    ) -> dict[Key, socket.socket]:
         """Return connections by purpose and rank; those that have not come at the deadline are missing. `check` is
-        called again and again while others are awaited."""
+        called with what is left, again and again while it is awaited."""
         left, found = set(wanted), dict[Key, socket.socket]()
         while left and time.monotonic() < deadline:
-            check()
+            check(left)
             try:
                 opening, connection = self._found.get(timeout=_RETRY_SECONDS)
             except queue.Empty:
@@ -164,9 +169,9 @@ class Listener:
         self._found.put((opening, connection))
 
 
-def listen(nodes: NodesConfig, token: bytes) -> Listener:
-    """Return the listener of node 0. Raises `LoadError`."""
-    return Listener(_until(nodes, lambda deadline: listening(nodes.address, nodes.port)), token)
+def listen(nodes: NodesConfig, token: bytes, note: Callable[[str], None]) -> Listener:
+    """Return the listener of node 0. Raises `LoadError`. `note`: is called with what it waits for."""
+    return Listener(_until(nodes, lambda deadline: listening(nodes.address, nodes.port), note=note), token)
 
 
 def open_to(
@@ -180,17 +185,24 @@ def open_to(
 
 
 def _until(
-    nodes: NodesConfig, run: Callable[[float], socket.socket], at: tuple[str, int] | None = None
+    nodes: NodesConfig,
+    run: Callable[[float], socket.socket],
+    at: tuple[str, int] | None = None,
+    note: Callable[[str], None] = lambda _: None,
 ) -> socket.socket:
-    """Return what `run` returns once it succeeds. Raises `LoadError` after the time in which nodes have to start."""
+    """Return what `run` returns once it succeeds. Raises `LoadError` after the time in which nodes have to start, and
+    of a name that does not resolve earlier. `note`: is called with what it waits for."""
     host, port = at or (nodes.address, nodes.port)
-    deadline, noted = time.monotonic() + nodes.timeout_s, 0.0
+    began, noted = time.monotonic(), 0.0
+    deadline = began + nodes.timeout_s
     while True:
+        limit_s = nodes.timeout_s
         try:
             return run(deadline)
         except ConnectionRefused as error:
             raise LoadError("RendezvousFailed", f"{error}. Give all nodes the same internal token.") from error
         except (socket.gaierror, UnicodeError) as error:
+            limit_s = nodes.timeout_s if nodes.of_group else min(nodes.timeout_s, RESOLVE_SECONDS)
             why = (
                 f"The address `{host}` of node 0 does not resolve: {error}. Set --master-addr (nodes.address) "
                 "to a name or an IP address of node 0 that all nodes know"
@@ -202,9 +214,10 @@ def _until(
                 else "Set --master-addr (nodes.address) to an address of this node, and --master-port to a free port"
             )
         now = time.monotonic()
-        if now >= deadline:
-            raise LoadError("RendezvousFailed", f"{why}. It was tried for {nodes.timeout_s:g} s.")
+        if now >= began + limit_s:
+            raise LoadError("RendezvousFailed", f"{why}. It was tried for {limit_s:g} s.")
         if now >= noted:
-            logger.warning("%s; trying again", why)
+            logger.warning("%s; it is tried for %.0f s more", why, began + limit_s - now)
+            note(why)
             noted = now + _NOTE_SECONDS
         time.sleep(_RETRY_SECONDS)

@@ -36,6 +36,10 @@ class ExchangeSignals(Protocol):
         """Say that this rank comes to its next exchange."""
         ...
 
+    def leave(self) -> None:
+        """Say that the exchange is over."""
+        ...
+
     def look(self) -> None:
         """Raise `GroupAborted` if the ranks compute nothing more together. Called while this rank waits."""
         ...
@@ -73,8 +77,9 @@ class DistributedGroup:
         if self._sums is not None and buffer.numel() <= self._sums.capacity:
             self._signals.come()
             self._sums.add(buffer)
+            self._signals.leave()
         elif self._on_host:
-            first, *others = self._gathered(buffer)
+            first, *others = self.gather_alike(buffer)
             for each in others:
                 first += each
             buffer.copy_(first)
@@ -84,11 +89,22 @@ class DistributedGroup:
     def gather(self, buffer: Tensor) -> list[Tensor]:
         rows, own = buffer.shape
         if own not in self._widths:
-            self._widths[own] = [int(each) for each in self._gathered(torch.tensor([own], device=buffer.device))]
+            self._widths[own] = [int(each) for each in self.gather_alike(torch.tensor([own], device=buffer.device))]
         widths = self._widths[own]
         padded = torch.zeros(rows, max(widths), dtype=buffer.dtype, device=buffer.device)
         padded[:, :own] = buffer
-        return [each[:, :width] for each, width in zip(self._gathered(padded), widths, strict=True)]
+        return [each[:, :width] for each, width in zip(self.gather_alike(padded), widths, strict=True)]
+
+    def gather_alike(self, buffer: Tensor) -> Tensor:
+        """Return what all ranks give, of the same shape, [ranks, ...]."""
+        given = torch.empty(self.size, *buffer.shape, dtype=buffer.dtype, device=buffer.device)
+        parts = list(given)
+        self._run(lambda: self._group.allgather([parts], [buffer]))
+        return given
+
+    def add_integers(self, buffer: Tensor) -> None:
+        """Replace integers by their sums over all ranks, which have no order."""
+        self._run(lambda: self._group.allreduce([buffer]))
 
     def broadcast(self, buffer: Tensor, sender: int) -> None:
         """Fill `buffer` on all ranks with what is in it on one of them."""
@@ -107,12 +123,6 @@ class DistributedGroup:
     def abort(self, reason: str) -> None:
         """Do nothing: the rank's `ExchangeSignals` end the group."""
 
-    def _gathered(self, buffer: Tensor) -> list[Tensor]:
-        given = torch.empty(self.size, *buffer.shape, dtype=buffer.dtype, device=buffer.device)
-        parts = list(given)
-        self._run(lambda: self._group.allgather([parts], [buffer]))
-        return parts
-
     def _run(self, start: Callable[[], Any]) -> None:
         self._signals.come()
         try:
@@ -120,6 +130,7 @@ class DistributedGroup:
             if self._on_host:
                 wait_for(work.is_completed, self._signals.look)
             work.wait()  # of NCCL's work only the stream waits
+            self._signals.leave()
         except GroupAborted:
             raise
         except RuntimeError as error:

@@ -29,6 +29,7 @@ LOG_SERIES: tl.constexpr = tl.constexpr(arithmetic.LOG_SERIES)
 POWER_SERIES: tl.constexpr = tl.constexpr(arithmetic.POWER_SERIES)
 SQRT_HALF_BITS: tl.constexpr = tl.constexpr(arithmetic.SQRT_HALF_BITS)
 MASS_BIAS: tl.constexpr = tl.constexpr(127 + arithmetic.MASS_BITS)
+MASS_UNIT: tl.constexpr = tl.constexpr(2.0**-arithmetic.MASS_BITS)
 SHARE_BITS: tl.constexpr = tl.constexpr(arithmetic.SHARE_BITS)
 WHOLE_SHARE: tl.constexpr = tl.constexpr(arithmetic.WHOLE_SHARE)
 LAST_KEY: tl.constexpr = tl.constexpr(0x41CFFFFF)
@@ -63,15 +64,17 @@ def edit(edits_ptr, num_edits, logits_ptr, VOCAB: tl.constexpr, BLOCK: tl.conste
     tl.store(at, tl.load(at, mask=mask, other=0.0) + bias, mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_words"])
-def forbid(rows_ptr, bits_ptr, num_words, logits_ptr, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    """Set the logits of a piece of one row to -inf for every token without a bit. bits: int32 [masks, num_words]."""
+@triton.jit(do_not_specialize=["num_words", "first"])
+def forbid(rows_ptr, bits_ptr, num_words, first, logits_ptr, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+    """Set the logits of a piece of one row to -inf for every token without a bit. bits: int32 [masks, num_words];
+    first: the bit of the first column."""
     row = tl.load(rows_ptr + tl.program_id(0)).to(tl.int64)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = token < VOCAB
     words = bits_ptr + tl.program_id(0).to(tl.int64) * num_words
-    word = tl.load(words + token // 32, mask=mask, other=-1)
-    is_forbidden = (word >> (token % 32)) & 1 == 0
+    bit = first + token
+    word = tl.load(words + bit // 32, mask=mask, other=-1)
+    is_forbidden = (word >> (bit % 32)) & 1 == 0
     tl.store(logits_ptr + row * VOCAB + token, float("-inf"), mask=mask & is_forbidden)
 
 
@@ -486,59 +489,62 @@ def mass_of(x):
     return tl.where(x > 0.0 - REACH, result.to(tl.int64), 0)
 
 
-@triton.jit(do_not_specialize=["num_reports", "width"])
+@triton.jit(do_not_specialize=["width"])
 def report(
-    reports_ptr,
-    num_reports,
-    raw_ptr,
-    tokens_ptr,
+    rows_ptr,
+    num_top_ptr,
+    logits_ptr,
+    best_ptr,
+    chosen_ptr,
+    masses_ptr,
+    above_ptr,
     values_ptr,
     ids_ptr,
     width,
     VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute one row's log probabilities. reports: int32 [2, num_reports]: rows and numbers of top tokens.
+    """Compute what one row's report needs of its logits: their mass, how many are above the chosen one, and the tokens
+    that are likeliest. rows, num_top: int64 [reports].
 
-    values: float32 [num_reports, width], the chosen token's, then the top tokens'; ids: int32, its rank, then theirs.
+    values: float32 [reports, width], of the top tokens; ids: int32.
     """
     i = tl.program_id(0)
-    row = tl.load(reports_ptr + i).to(tl.int64)
-    num_top = tl.load(reports_ptr + num_reports + i)
-    chosen = tl.maximum(tl.load(tokens_ptr + row), 0)
-    raw_ptr += row * VOCAB
-    chosen_value = tl.load(raw_ptr + chosen)
-    highest = tl.full([BLOCK], float("-inf"), tl.float32)
+    logits_ptr += tl.load(rows_ptr + i).to(tl.int64) * VOCAB
+    num_top = tl.minimum(tl.load(num_top_ptr + i).to(tl.int32), width)
+    maximum, chosen = tl.load(best_ptr + i), tl.load(chosen_ptr + i)
+    masses = tl.zeros([BLOCK], tl.int64)
+    above = tl.zeros([BLOCK], tl.int64)
     for start in range(0, VOCAB, BLOCK):
         token = start + tl.arange(0, BLOCK)
-        value = tl.load(raw_ptr + token, mask=token < VOCAB, other=float("-inf"))
-        highest = tl.maximum(highest, value)
-    maximum = tl.max(highest, 0)
-    sums = tl.zeros([BLOCK], tl.float32)
-    more_likely = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, VOCAB, BLOCK):
-        token = start + tl.arange(0, BLOCK)
-        value = tl.load(raw_ptr + token, mask=token < VOCAB, other=float("-inf"))
-        sums += tl.exp(value - maximum)
-        more_likely += (value > chosen_value).to(tl.int32)
-    total = tl.log(tl.sum(sums, 0))
-    out = i.to(tl.int64) * width
-    tl.store(values_ptr + out, chosen_value - maximum - total)
-    tl.store(ids_ptr + out, tl.sum(more_likely, 0) + 1)
+        value = tl.load(logits_ptr + token, mask=token < VOCAB, other=float("-inf"))
+        masses += mass_of(tl.minimum(value - maximum, 0.0))
+        above += (value > chosen).to(tl.int64)
+    tl.store(masses_ptr + i, tl.sum(masses, 0))
+    tl.store(above_ptr + i, tl.sum(above, 0))
     # The next token is the best one behind the last, in the order of descending logits and ascending ids.
     last_value = tl.full((), float("inf"), tl.float32)
     last_token = tl.full((), -1, tl.int32)
+    out = i.to(tl.int64) * width
     for n in range(num_top):
         best = tl.full([BLOCK], float("-inf"), tl.float32)
         best_token = tl.zeros([BLOCK], tl.int32)
         for start in range(0, VOCAB, BLOCK):
             token = start + tl.arange(0, BLOCK)
-            value = tl.load(raw_ptr + token, mask=token < VOCAB, other=float("-inf"))
+            value = tl.load(logits_ptr + token, mask=token < VOCAB, other=float("-inf"))
             behind = (value < last_value) | ((value == last_value) & (token > last_token))
             better = behind & (value > best)
             best_token = tl.where(better, token, best_token)
             best = tl.where(better, value, best)
         last_value = tl.max(best, 0)
         last_token = first(best, best_token, last_value, VOCAB)
-        tl.store(values_ptr + out + 1 + n, last_value - maximum - total)
-        tl.store(ids_ptr + out + 1 + n, last_token)
+        tl.store(values_ptr + out + n, last_value)
+        tl.store(ids_ptr + out + n, last_token)
+
+
+@triton.jit(do_not_specialize=["num_reports"])
+def log_of_masses(masses_ptr, num_reports, logs_ptr, BLOCK: tl.constexpr):
+    """Compute the logarithms of masses, of which the best token's is 1."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mass = tl.maximum(tl.load(masses_ptr + i, mask=i < num_reports, other=1), 1)
+    tl.store(logs_ptr + i, natural_log(mass.to(tl.float32) * MASS_UNIT), mask=i < num_reports)

@@ -5,6 +5,8 @@ Each part of a batch's settings is uploaded in one copy. Draws equal the referen
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 import triton
@@ -17,7 +19,6 @@ from pagemill_kernels.sampling.batch import (
     NUM_SETTINGS,
     Draws,
     Edits,
-    NamedTokens,
     Penalties,
     Reports,
     SampledTokens,
@@ -64,16 +65,23 @@ def draw_tokens(logits: Tensor, batch: SamplingBatch, settings: Tensor) -> Devic
 
 def apply_masks(logits: Tensor, masks: TokenMasks) -> None:
     """Forbid tokens in place."""
-    vocab_size = logits.shape[1]
-    num_masks, num_words = masks.bits.shape
-    if num_words * 32 < vocab_size:
-        raise ValueError(f"sampling: masks have bits for {num_words * 32} tokens; the logits have {vocab_size}")
-    triton_body.forbid[(num_masks, triton.cdiv(vocab_size, PIECE_BLOCK))](
-        rows_ptr=launch.upload(masks.rows, logits.device, torch.int32),
-        bits_ptr=launch.upload(masks.bits, logits.device, torch.int32),
+    device = logits.device
+    forbid(logits, launch.upload(masks.rows, device), launch.upload(masks.bits, device, torch.int32))
+
+
+def forbid(logits: Tensor, rows: Tensor, bits: Tensor, first: int = 0) -> None:
+    """Forbid tokens in place. rows, bits: of `TokenMasks`, on the device; first: id of the first column's token."""
+    num_tokens = logits.shape[1]
+    num_masks, num_words = bits.shape
+    if num_words * 32 < first + num_tokens:
+        raise ValueError(f"sampling: masks have bits for {num_words * 32} tokens; the logits have {first + num_tokens}")
+    triton_body.forbid[(num_masks, triton.cdiv(num_tokens, PIECE_BLOCK))](
+        rows_ptr=rows,
+        bits_ptr=bits,
         num_words=num_words,
+        first=first,
         logits_ptr=logits,
-        VOCAB=vocab_size,
+        VOCAB=num_tokens,
         BLOCK=PIECE_BLOCK,
         num_warps=4,
     )
@@ -183,37 +191,73 @@ def report(raw_logits: Tensor, tokens: Tensor, reports: Reports) -> tuple[Tensor
     _check(raw_logits)
     launch.check_types("sampling", torch.int64, tokens=tokens)
     launch.check_shape("sampling", "tokens", tokens, (len(raw_logits),))
-    vocab_size = raw_logits.shape[1]
-    shape = (len(reports.rows), 1 + int(reports.widths.max()))
-    values = torch.empty(shape, dtype=torch.float32, device=raw_logits.device)
-    ids = torch.empty(shape, dtype=torch.int32, device=raw_logits.device)
-    triton_body.report[(shape[0],)](
-        reports_ptr=_pack(raw_logits.device, reports.rows, reports.num_top),
-        num_reports=shape[0],
-        raw_ptr=raw_logits,
-        tokens_ptr=tokens,
-        values_ptr=values,
-        ids_ptr=ids,
-        width=shape[1],
-        VOCAB=vocab_size,
-        BLOCK=_block(vocab_size, BLOCK),
-        enable_fp_fusion=True,
+    rows = launch.upload(reports.rows, raw_logits.device)
+    places, asked = rows, tokens[rows].clamp_(min=0)
+    if reports.named is not None:
+        places = torch.cat([rows, rows[launch.upload(reports.named.places, raw_logits.device)]])
+        asked = torch.cat([asked, launch.upload(reports.named.token_ids, raw_logits.device)])
+    values, best = raw_logits[places, asked], raw_logits[rows].amax(1)
+    part = report_part(raw_logits, rows, reports, best, values[: len(rows)], int(reports.num_top.max()))
+    return finished_report(part, reports, best, values)
+
+
+class PartOfReport(NamedTuple):
+    """What some columns contribute to reports."""
+
+    masses: Tensor
+    """int64 [reports]."""
+    above: Tensor
+    """int64 [reports]: how many logits are above the chosen one."""
+    top: Tensor
+    """float32 [reports, most that are asked for or that there are], descending."""
+    top_ids: Tensor
+    """int32: columns."""
+
+
+def report_part(
+    logits: Tensor, rows: Tensor, reports: Reports, best: Tensor, chosen: Tensor, width: int
+) -> PartOfReport:
+    """Search columns of rows that report. best, chosen: float32 [reports], logits of the vocabulary. What is found of
+    rows that are not finite is not read."""
+    num_reports, num_tokens = len(rows), logits.shape[1]
+    width = min(width, num_tokens)
+    masses, above = torch.empty(2, num_reports, dtype=torch.int64, device=logits.device)
+    top = torch.full((num_reports, width), -torch.inf, device=logits.device)
+    top_ids = torch.zeros(num_reports, width, dtype=torch.int32, device=logits.device)
+    triton_body.report[(num_reports,)](
+        rows_ptr=rows,
+        num_top_ptr=launch.upload(reports.num_top, logits.device),
+        logits_ptr=logits,
+        best_ptr=torch.where(best.isfinite(), best, 0.0),
+        chosen_ptr=chosen,
+        masses_ptr=masses,
+        above_ptr=above,
+        values_ptr=top,
+        ids_ptr=top_ids,
+        width=width,
+        VOCAB=num_tokens,
+        BLOCK=_block(num_tokens, BLOCK),
+        enable_fp_fusion=False,
         num_warps=NUM_WARPS,
     )
+    return PartOfReport(masses, above, top, top_ids)
+
+
+def finished_report(part: PartOfReport, reports: Reports, best: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what `report` does. best: of all columns; values: the logits of the chosen tokens, then of named ones."""
+    num_reports, num_top = part.top.shape
+    device, shape = values.device, (num_reports, 1 + int(reports.widths.max()))
+    totals = torch.empty(num_reports, dtype=torch.float32, device=device)
+    triton_body.log_of_masses[(triton.cdiv(num_reports, LIST_BLOCK),)](
+        masses_ptr=part.masses, num_reports=num_reports, logs_ptr=totals, BLOCK=LIST_BLOCK, enable_fp_fusion=False
+    )
+    logits, ids = torch.zeros(shape, device=device), torch.zeros(shape, dtype=torch.int32, device=device)
+    logits[:, 0], ids[:, 0] = values[:num_reports], 1 + part.above
+    logits[:, 1 : 1 + num_top], ids[:, 1 : 1 + num_top] = part.top, part.top_ids
     if reports.named is not None:
-        _report_named(raw_logits, tokens, reports.rows, reports.named, values, ids)
-    return values, ids
-
-
-def _report_named(
-    raw_logits: Tensor, tokens: Tensor, rows: NDArray[np.int64], named: NamedTokens, values: Tensor, ids: Tensor
-) -> None:
-    """Write the named tokens' columns of a report, from their distance to the chosen token."""
-    arrays = (rows[named.places], named.places, 1 + named.columns, named.token_ids)
-    at, places, columns, wanted = _pack(raw_logits.device, *arrays).long()
-    distance = raw_logits[at, wanted] - raw_logits[at, tokens[at].clamp_(min=0)]
-    values[places, columns] = distance + values[places, 0]
-    ids[places, columns] = wanted.int()
+        places, columns, wanted = (launch.upload(each, device) for each in reports.named)
+        logits[places, 1 + columns], ids[places, 1 + columns] = values[num_reports:], wanted.int()
+    return (logits - best[:, None]) - totals[:, None], ids
 
 
 def _changed(logits: Tensor, batch: SamplingBatch) -> Tensor:

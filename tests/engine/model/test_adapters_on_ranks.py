@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hybrid_models import ALL, write_hybrid
 from in_ranks import LENGTHS, by_threads, outputs_natively, outputs_on_torch, whole_of
 from node_engine import NodeThread, kept_threads, load_first, node_config, of_node
 from peft_adapters import ATTENTION, CASES, PROMPTS, Base, write_adapter, write_base
 from ranked_engine import SETTINGS, Ranks
+from triton_device import DEVICE
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loop.core import EngineCore
@@ -167,6 +169,23 @@ def test_processes_give_the_tokens_of_one(
     assert store.loaded == [engine.digests[1], third]
     engine.digests[0] = engine.digests[1]
     assert engine.answers()[1] == expected[1]
+
+
+@pytest.mark.full
+@pytest.mark.skipif(DEVICE.type == "cuda" and torch.cuda.device_count() < 2, reason="this machine has one GPU")
+@pytest.mark.parametrize(("case", "num_stages"), [("llama", 1), ("llama", 2), ("mixtral", 1), ("llama of 4 bits", 1)])
+def test_devices_give_the_tokens_of_one(
+    case: str, num_stages: int, tmp_path: Path, ranks: Ranks, runner_loader: Any
+) -> None:
+    name, settings, quantization = BASES[case]
+    base = write_base(name, tmp_path / "base")
+    folders = [write_adapter(base, tmp_path / str(seed), seed, **settings).folder for seed in (1, 2)]
+    more: dict[str, Any] = {"quantization": quantization, "enable_lora": True, "max_loras": 2, "device": "cuda"}
+    single = runner_loader(base.folder, **SETTINGS | more)
+    expected = Adapted(single, folders).answers()
+    single.close()
+    assert len({tuple(answer) for answer in expected}) == 6
+    assert Adapted(ranks(base.folder, 2, num_stages=num_stages, **more), folders).answers() == expected
 
 
 @pytest.mark.parametrize("num_stages", [1, pytest.param(2, marks=pytest.mark.full)])

@@ -12,10 +12,13 @@ import random
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import device_rank
+import numpy as np
 import pytest
 import torch
 from device_rank import Plan, ReplayRecorder
@@ -27,7 +30,9 @@ from triton_device import DEVICE
 from waiting import SOON_S
 
 from pagemill_engine.config import EngineConfig
+from pagemill_engine.proposing.ngram import Ngrams
 from pagemill_engine.scheduler.proposals import Proposals
+from pagemill_execution.runners.device.device_ranks import DeviceSignals
 from pagemill_execution.runners.ranks.ranked import RankedRunner, RanksLostError
 from pagemill_execution.sizing.compute import choose_compute
 from pagemill_execution.starting import load_ranks
@@ -35,7 +40,12 @@ from pagemill_execution.starting.load_device_ranks import check_devices
 from pagemill_execution.starting.preparing import ModelFiles
 from pagemill_execution.weights.errors import LoadError
 from pagemill_kernels.cpu import library
+from pagemill_kernels.ranks import device_marks
+from pagemill_kernels.ranks.device_marks import END, DeviceMarks
+from pagemill_kernels.ranks.group import GroupAborted
+from pagemill_kernels.ranks.places import OUTSIDE, RankStatus, place_in_words
 from pagemill_models.spec.model_files import load_model_spec
+from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_protocol.request.sampling import SamplingParams
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.unavailable_reason()}")
@@ -122,6 +132,61 @@ def test_devices_of_any_division_give_the_tokens_of_one(
     single.close()
     engine = Engine(devices(folder, tensor, stages), pipeline_parallel_size=stages)
     assert [engine.run(prompts_of(2)[:4], params) for params in (SHORT, DRAWN, SHORT)] == expected
+
+
+ASKED: dict[str, dict[str, Any]] = {
+    "the best": {"temperature": 0.0},
+    "drawn": {"top_p": 0.9, "min_p": 0.01, "logprobs": 3, "prompt_logprobs": 1},
+    "few allowed": {"allowed_token_ids": [3, 64, 65, 66, 130], "top_k": 40},
+    "a bias and named tokens": {"logit_bias": {130: 4.0, 0: 4.0, 66: -100.0}, "logprob_token_ids": [0, 130]},
+    "penalties": {"temperature": 0.0, "repetition_penalty": 0.2, "frequency_penalty": 0.3, "presence_penalty": 0.2},
+    "an end that waits": {"min_tokens": 3, "stop_token_ids": [130, 3], "logit_bias": {130: 50.0}, "ignore_eos": False},
+}  # fmt: skip
+
+
+def asked(engine: Engine) -> dict[str, tuple[list[int], list[Any]]]:
+    """Return the tokens of requests that run together, each with other parameters, and their log probabilities."""
+    found: dict[str, tuple[list[int], list[Any]]] = {name: ([], []) for name in ASKED}
+    for number, (name, params) in enumerate(ASKED.items()):
+        sampling = SamplingParams(**{"temperature": 1.0, "seed": 5, "max_tokens": 5, "ignore_eos": True} | params)
+        prompt = [5, 70, 100, 130] * 5 + [number]  # what n-grams find, and the prefix cache from the second time on
+        request = GenerateRequest(request_id=name, model="test", prompt_token_ids=prompt, sampling=sampling)
+        engine.core.add(request)
+    while engine.core.has_work:
+        for output in engine.core.step().outputs:
+            assert output.error is None
+            found[output.request_id][0].extend(output.token_ids)
+            found[output.request_id][1].extend([*(output.logprobs or []), *output.prompt_logprobs])
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "settings"), [
+    ("Llama", {}),
+    pytest.param("Llama", {"quantization": "int4"}, marks=pytest.mark.full),
+    pytest.param("Llama", {"quantization": "int8", "kv_cache_dtype": "int8"}, marks=pytest.mark.full),
+    pytest.param("Mixtral", {"quantization": "int4"}, marks=pytest.mark.full),
+    pytest.param("Olmo2", {}, marks=pytest.mark.full),
+])  # fmt: skip
+def test_devices_answer_what_one_does_whatever_is_asked(
+    kind: str, settings: dict[str, Any], tmp_path: Path, devices: Load, runner_loader: Any
+) -> None:
+    """With masks, biases, penalties, filters and log probabilities, n-grams and cached prefixes."""
+    folder = saved(kind, tmp_path)
+    single = runner_loader(folder, **DEVICES | settings)
+    alone = Engine(single, Proposals([Ngrams()], can_verify=single.info.can_verify))
+    expected = [asked(alone), asked(alone)]
+    single.close()
+    runner = devices(folder, **settings)
+    engine = Engine(runner, Proposals([Ngrams()], can_verify=runner.info.can_verify))
+    for found, theirs in zip([asked(engine), asked(engine)], expected, strict=True):
+        for name in ASKED:
+            assert found[name][0] == theirs[name][0], name
+            assert len(found[name][1]) == len(theirs[name][1])
+            for ours, other in zip(found[name][1], theirs[name][1], strict=True):
+                # Sums over ranks round differently from one device's.
+                np.testing.assert_allclose(ours.logprobs, other.logprobs, atol=2e-3)
+    assert set(expected[0]["few allowed"][0]) <= {3, 64, 65, 66, 130}
 
 
 @pytest.mark.full
@@ -233,3 +298,105 @@ def test_more_ranks_than_devices_are_refused_by_number() -> None:
     check_devices(config, 4)
     with pytest.raises(LoadError, match=r"tensorParallel 2 x pipelineParallel 2 need 4 GPUs on this machine, .* has 3"):
         check_devices(config, 3)
+
+
+class Group:
+    """Where ranks are, as the host's group has it, and what rank 0 says of them."""
+
+    rank = 0
+
+    def __init__(self, places: list[tuple[int, int]]) -> None:
+        self.size, self.places, self.said = len(places), places, ""
+        self.added: list[tuple[float, int]] = []
+
+    def begin_step(self, step: int) -> None:
+        pass  # rank 0's own place is given, too
+
+    def come_to(self, place: int, cut: int | None = None) -> None:
+        pass
+
+    def status(self, rank: int) -> RankStatus:
+        step, cut = self.places[rank]
+        return RankStatus(0, step, OUTSIDE, cut)
+
+    def add_computed(self, seconds: float, steps: int) -> None:
+        self.added.append((round(seconds, 6), steps))
+
+    def place(self, rank: int) -> str:
+        return f"at {place_in_words(self.status(rank), rank, has_stages=False)}"
+
+    def recover(self) -> None:
+        pass
+
+    def reset(self) -> None:
+        pass
+
+    def computed(self) -> list[Any]:
+        return []
+
+    def reason(self) -> str | None:
+        return self.said or None
+
+    def lose(self, reason: str) -> None:
+        self.said = reason
+
+    @property
+    def is_lost(self) -> bool:
+        return bool(self.said)
+
+
+@pytest.mark.parametrize(("members", "places", "named"), [
+    (2, [(7, 4), (7, 4)], ""),
+    (2, [(7, 4), (7, 3)], "rank 1 has not reached exchange 4 of step 7 within 0 s; it was last at exchange 3"),
+    (2, [(7, 3), (7, 4)], "rank 0 has not reached exchange 4 of step 7 within 0 s; it was last at exchange 3"),
+    (1, [(7, 1), (7, END)], ""),
+    (1, [(7, 1), (8, 1)], ""),
+    (1, [(7, 1), (7, 2)], "rank 1 has not reached exchange 1 of step 7 within 0 s; it was last at exchange 2"),
+    # The first stage's second rank keeps all others: its neighbour, and the last stage.
+    (2, [(7, 1), (7, 1), (7, 6), (7, 5)], "rank 3 has not reached exchange 6 of step 7 within 0 s"),
+    # Of three stages the middle one has not ended its step; the last one only waits.
+    (1, [(7, 1), (7, 2), (8, 1)], "rank 1 has not reached exchange 1 of step 7 within 0 s"),
+])  # fmt: skip
+def test_the_rank_that_others_wait_for_is_named(members: int, places: list[tuple[int, int]], named: str) -> None:
+    """By where devices are, whatever their hosts have queued."""
+    group = Group(places)
+    signals = DeviceSignals(group, torch.device("cpu"), members, 0.0)
+    with suppress(GroupAborted):
+        signals.look()
+    signals.close()
+    assert group.said.startswith(named) if named else not group.said
+
+
+def test_marks_count_the_exchanges_of_a_step_and_its_end() -> None:
+    marks = DeviceMarks(DEVICE)
+
+    def seen() -> tuple[int, int]:
+        if DEVICE.type == "cuda":
+            torch.cuda.synchronize()
+        return marks.read()[:2]
+
+    assert seen() == (0, 0)
+    for step in (3, 4):
+        marks.begin(step)
+        assert seen() == (step, 0)
+        for number in (1, 2):
+            marks.exchange()
+            assert seen() == (step, number)
+            marks.leave()
+        marks.end()
+        assert seen() == (step, END)
+    assert marks.read().num_steps == 2
+
+
+def test_what_a_device_computes_is_without_its_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_ns = 5_000_000_000
+    monkeypatch.setattr(device_marks, "time", SimpleNamespace(monotonic_ns=lambda: now_ns))
+    group = Group([(0, 0)])
+    signals = DeviceSignals(group, torch.device("cpu"), 1)
+    calls = [lambda: signals.begin_step(1), signals.come, signals.leave, signals.come, signals.leave, signals.report]
+    for call, milliseconds in zip(calls, (10, 900, 20, 700, 40, 0), strict=True):
+        call()
+        now_ns += milliseconds * 1_000_000
+    signals.close()
+    signals.say()
+    assert group.added == [(0.07, 1)]

@@ -25,11 +25,15 @@ from pagemill_execution.config import NodesConfig
 from pagemill_execution.runners.ranks import speeds
 from pagemill_execution.runners.ranks.identity import RankIdentity
 from pagemill_execution.runners.ranks.ranked import RanksLostError
+from pagemill_execution.sizing.compute import choose_compute
 from pagemill_execution.starting import load_ranks, node_rank, rendezvous
+from pagemill_execution.starting.nodes import load_nodes
+from pagemill_execution.starting.preparing import ModelFiles
 from pagemill_execution.starting.rendezvous import open_to, token_of
 from pagemill_execution.starting.threads import threads_of_ranks
 from pagemill_execution.weights.errors import LoadError
 from pagemill_kernels.cpu import library
+from pagemill_models.spec.model_files import load_model_spec
 from pagemill_protocol.request.sampling import SamplingParams
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.unavailable_reason()}")
@@ -292,7 +296,38 @@ def test_an_address_that_does_not_resolve_is_named() -> None:
         with pytest.raises(LoadError, match=named):
             open_to("join", 1, nodes, b"known")
         with pytest.raises(LoadError, match=named):
-            rendezvous.listen(nodes, b"known")
+            rendezvous.listen(nodes, b"known", lambda why: None)
+
+
+def test_a_name_that_does_not_resolve_is_asked_for_as_long_as_a_group_of_pods_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Elsewhere it is nearly always misspelt. Either is named at once."""
+    monkeypatch.setattr(rendezvous, "RESOLVE_SECONDS", 0.0)
+    own = NodesConfig(count=2, address="no-such-node.invalid", token="known", timeout_s=600.0)
+    noted: list[str] = []
+    with pytest.raises(LoadError, match="It was tried for 0 s"):
+        rendezvous.listen(own, b"known", noted.append)
+    assert noted == []
+    pods = msgspec.structs.replace(own, of_group=True, timeout_s=0.5)
+    with pytest.raises(LoadError, match=r"It was tried for 0\.5 s"):
+        rendezvous.listen(pods, b"known", noted.append)
+    (why,) = noted
+    assert why.startswith("The address `no-such-node.invalid` of node 0 does not resolve: ")
+
+
+def test_the_start_names_the_ranks_that_have_not_joined(llama_folder: Path) -> None:
+    config = node_config(llama_folder, 3, count=3)
+    assert config.nodes is not None
+    details: list[str] = []
+    spec = load_model_spec(llama_folder)
+    files = ModelFiles(
+        msgspec.structs.replace(config, nodes=msgspec.structs.replace(config.nodes, timeout_s=0.5)), llama_folder, spec,
+        lambda phase, detail: details.append(detail),
+    )  # fmt: skip
+    with kept_threads(), pytest.raises(LoadError, match="rank 1 of node 1, rank 2 of node 2 did not join node 0"):
+        load_nodes(files, choose_compute(files.config, spec))
+    assert [each.partition(" to join")[0] for each in details] == ["waiting for rank 1 of node 1, rank 2 of node 2"]
 
 
 def test_a_node_that_is_not_there_is_named(llama_folder: Path) -> None:
@@ -306,12 +341,12 @@ def test_who_does_not_know_the_token_does_not_join(llama_folder: Path) -> None:
     """What it sends is not answered, and does not hinder those that know it."""
     config = node_config(llama_folder, 2)
     assert config.nodes is not None
-    listener = rendezvous.listen(config.nodes, b"known")
+    listener = rendezvous.listen(config.nodes, b"known", lambda why: None)
     with pytest.raises(LoadError, match="Give all nodes the same internal token"):
         open_to("join", 1, config.nodes, b"other")
     found = open_to("join", 1, config.nodes, b"known")
     again = open_to("join", 1, config.nodes, b"known")
-    collected = listener.collect([("join", 1), ("join", 2)], time.monotonic() + 0.5, lambda: None)
+    collected = listener.collect([("join", 1), ("join", 2)], time.monotonic() + 0.5, lambda left: None)
     assert set(collected) == {("join", 1)}
     # They are greeted at the same time, so that either may be the second one of that number.
     second = again if collected["join", 1].getpeername() == found.getsockname() else found

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import failing_rank
+import numpy as np
 import psutil
 import pytest
 from failing_rank import FailingGroup, Failure
@@ -18,9 +21,14 @@ from hung_processes import hang
 from ranked_engine import ROUNDS, SETTINGS, Engine, Ranks, prompts_of, saved
 from waiting import SOON_S, WAIT_LIMIT_S, wait_until
 
+from pagemill_execution.runners.ranks.processes import FollowerProcesses
 from pagemill_execution.runners.ranks.ranked import RanksLostError
-from pagemill_execution.starting import load_ranks
+from pagemill_execution.starting import load_ranks, nodes
 from pagemill_kernels.cpu import library
+from pagemill_kernels.ranks.group import GroupAborted
+from pagemill_kernels.ranks.memory import SharedMemory
+from pagemill_kernels.ranks.places import STUCK_SECONDS
+from pagemill_kernels.ranks.shared_memory import SharedMemoryGroup, group_bytes
 from pagemill_protocol.request.sampling import SamplingParams
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.unavailable_reason()}")
@@ -345,3 +353,32 @@ def test_a_slow_stage_is_not_called_stuck(
     fails(monkeypatch, Failure(2, "wait", seconds=0.6))
     engine = Engine(ranks(staged, STAGES, stuck_seconds=2.5, num_stages=STAGES))
     assert seconds_of_steps(engine, staged_expected) > 2.5
+
+
+def test_the_limits_of_a_rank_that_ends_and_of_one_that_is_stuck(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the page states them: one that ends is found within a second (the best of five times here), one that is stuck
+    after 5 s."""
+    assert STUCK_SECONDS == 5.0
+    for load in (load_ranks.load_ranks, load_ranks.load_on_ranks, nodes.load_nodes, nodes.load_on_nodes):
+        assert inspect.signature(load).parameters["stuck_seconds"].default == STUCK_SECONDS
+    (tmp_path / "waits.py").write_text("import threading\nthreading.Event().wait()\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    took = []
+    for _ in range(5):
+        groups = [SharedMemoryGroup(SharedMemory.create(group_bytes(2, 8)), 0, 2, 8)]
+        processes = FollowerProcesses("waits", [{}], [])
+        processes.watch(groups[0])
+
+        def kill(number: int = processes.ids[0]) -> float:
+            os.kill(number, signal.SIGKILL)
+            return time.monotonic()
+
+        with ThreadPoolExecutor(1) as pool:
+            killed = pool.submit(kill)
+            with pytest.raises(GroupAborted, match=r"rank 1 \(process \d+\) ended with the signal SIGKILL"):
+                groups[0].all_reduce(np.zeros(8, dtype=np.float32))
+            took.append(time.monotonic() - killed.result())
+        processes.close()
+    assert min(took) < 1.0

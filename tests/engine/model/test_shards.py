@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from declared_families import NAMES, RECURRENT, declared
+from declared_families import NAMES, RECURRENT, architecture_of, declared
 from in_ranks import by_threads, outputs_natively, outputs_on_torch, whole_of
 from scripted_adapters import natively as natively_adapted
 from scripted_adapters import on_torch, scripted
@@ -21,6 +21,7 @@ from pagemill_kernels.ranks.memory import SharedMemory
 from pagemill_kernels.ranks.shared_memory import SharedMemoryGroup, group_bytes
 from pagemill_models.declaration.caches import StateSpaceSpec
 from pagemill_models.declaration.declaration import DecoderSpec
+from pagemill_models.declaration.known import BUILT_IN
 from pagemill_models.sharding.shard import Shard, shard, stage
 from pagemill_models.sharding.slices import TensorSlice
 
@@ -63,6 +64,11 @@ NATIVE_CASES = [
     if fits(name, size)
 ]
 natively = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.unavailable_reason()}")
+
+
+def test_every_family_is_divided_here() -> None:
+    divided = {architecture_of(name) for name in NAMES}
+    assert [name for name, known in BUILT_IN.items() if not divided & {*known.architectures}] == []
 
 
 def largest_difference(

@@ -107,8 +107,8 @@ def test_a_pod_that_only_computes_ends_after_ranks_that_have_joined_and_waits_fo
     ended().join(WAIT_LIMIT_S)
     assert codes == [0]
     assert rank.poll() is None
-    listener = rendezvous.listen(nodes, b"known")
-    (joined,) = listener.collect([("join", 1)], time.monotonic() + 60, lambda: None).values()
+    listener = rendezvous.listen(nodes, b"known", lambda why: None)
+    (joined,) = listener.collect([("join", 1)], time.monotonic() + 60, lambda left: None).values()
     waiting = ended()
     waiting.join(0.05)
     assert waiting.is_alive()

@@ -18,6 +18,7 @@ from pagemill_execution.decoders.on_torch.decoder import Decoder, DecoderLayer
 from pagemill_execution.decoders.on_torch.device_rotations import DeviceRotations
 from pagemill_execution.runners.device.device_kv_cache import DeviceKVCache
 from pagemill_kernels.adapters.triton_launch import TritonAdapterRows
+from pagemill_kernels.ranks.distributed import DistributedGroup
 from pagemill_kernels.ranks.group import RankGroup
 from pagemill_kernels.registry import DeviceOps, Ops
 from pagemill_kernels.request_rows.layout import DeviceStepInputs, RowLayout
@@ -26,8 +27,8 @@ from pagemill_kernels.request_rows.layout import DeviceStepInputs, RowLayout
 class Neighbours(NamedTuple):
     """The groups through which a rank computes a pass with others."""
 
-    stage: RankGroup[Tensor] | None = None
-    """The ranks that divide its layers; None: it has them alone."""
+    stage: DistributedGroup | None = None
+    """The ranks that divide its layers and its vocabulary; None: it has them alone."""
     before: RankGroup[Tensor] | None = None
     """This rank and the one that sends it hidden states; None: it embeds tokens."""
     behind: RankGroup[Tensor] | None = None
@@ -55,6 +56,8 @@ class DeviceForward:
         self._block_size = block_size
         self._neighbours = neighbours
         self.has_head = neighbours.behind is None
+        self.columns = (model.spec.decoder.vocabulary or (0, model.spec.vocab_size)) if self.has_head else (0, 0)
+        """Of the vocabulary, whose logits this rank computes."""
         self._layers = model.layers
         self._kinds: list[DecoderLayer] = []
 
@@ -63,7 +66,7 @@ class DeviceForward:
         return DeviceStepInputs.empty(num_tokens, num_requests, num_requests, layout, self._ops.device)
 
     def empty_logits(self, num_rows: int) -> Tensor:
-        return torch.empty(num_rows, self._model.spec.vocab_size, dtype=torch.float32, device=self._ops.device)
+        return torch.empty(num_rows, self.columns[1] - self.columns[0], dtype=torch.float32, device=self._ops.device)
 
     def empty_hidden(self, num_tokens: int) -> Tensor:
         shape = (num_tokens, self._model.spec.hidden_size)
@@ -87,27 +90,27 @@ class DeviceForward:
             self._layers = self._model.layers
 
     def logits(self, inputs: DeviceStepInputs, longest: int, adapters: TritonAdapterRows | None = None) -> Tensor:
-        """Return float32 [sampled, vocab]. `longest`: tokens of the request that has most tokens in the step.
+        """Return float32 [sampled, columns]. `longest`: tokens of the request that has most tokens in the step.
 
         `adapters`: of the step's tokens.
         """
         return self.logits_of(self.hidden(inputs, longest, adapters), inputs.last_tokens, adapters)
 
     def logits_of(self, hidden: Tensor, rows: Tensor, adapters: TritonAdapterRows | None = None) -> Tensor:
-        """Return the logits of `rows` of the hidden states, float32 [rows, vocab]. `adapters`: of all of these.
+        """Return the logits of `rows` of the hidden states, float32 [rows, columns]. `adapters`: of all of these.
 
         A rank without a head returns none.
         """
         if not self.has_head:
             return self.empty_logits(0)
-        of_rows = RowsContext(None if adapters is None else adapters.at(rows), self._neighbours.stage)
+        of_rows = RowsContext(None if adapters is None else adapters.at(rows))
         return self._model.compute_logits(self._ops.gather_rows(hidden, rows), of_rows)
 
     def decode_into(self, logits: Tensor, inputs: DeviceStepInputs, adapters: TritonAdapterRows | None = None) -> None:
-        """Decode requests with one token each, all of which sample. `logits`: float32 [requests, vocab]."""
+        """Decode requests with one token each, all of which sample. `logits`: float32 [requests, columns]."""
         hidden = self.hidden(inputs, 1, adapters)
         if self.has_head:
-            logits.copy_(self._model.raw_logits(hidden, RowsContext(adapters, self._neighbours.stage)))
+            logits.copy_(self._model.raw_logits(hidden, RowsContext(adapters)))
 
     def hidden_into(self, hidden: Tensor, inputs: DeviceStepInputs, adapters: TritonAdapterRows | None = None) -> None:
         """Run a pass for requests with any numbers of tokens and store the hidden states."""

@@ -1,38 +1,46 @@
 """Runners of ranks whose steps run on devices, and how they notice that one of them is lost.
 
-All ranks queue the same steps; rank 0 alone samples. With one stage it sends the tokens behind its draw, device to
-device, so that no host is waited for; with several, followers get them with a later plan, since a stage must not wait
-for a step that is still in the stages behind it. A step that raises on one rank ends the engine: the others have queued
-exchanges that no host takes back.
+All ranks queue the same steps. Those that divide a vocabulary search their columns (`sampling.triton_parts`); rank 0
+alone decides. With one stage it sends the tokens device to device, so that no host is waited for; with several, other
+stages get them with a later plan, since a stage must not wait for a step that is still in the stages behind it. A step
+that raises on one rank ends the engine: the others have queued exchanges that no host takes back.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pagemill_execution.adapters.messages import AdapterMessage
+from pagemill_execution.runners.device.device_forward import Neighbours
 from pagemill_execution.runners.device.device_rows import DeviceStep
 from pagemill_execution.runners.device.device_runner import DeviceRunner, InFlight
 from pagemill_execution.runners.prompt_logprobs import PromptRows
 from pagemill_execution.runners.ranks.messages import SampledStep
+from pagemill_execution.sampling.rows import SamplingRows
+from pagemill_execution.sampling.runs import masks_of
 from pagemill_execution.step import StepPlan
 from pagemill_kernels.adapters.triton_launch import TritonAdapterRows
 from pagemill_kernels.gpu.launch import upload
-from pagemill_kernels.ranks.distributed import DistributedGroup, wait_for
+from pagemill_kernels.ranks.device_marks import END, DeviceMarks, Reached
+from pagemill_kernels.ranks.distributed import wait_for
 from pagemill_kernels.ranks.group import ComputedTime, GroupAborted
-from pagemill_kernels.ranks.places import OUTSIDE, STUCK_SECONDS, RankStatus
+from pagemill_kernels.ranks.places import OUTSIDE, REPORT, STUCK_SECONDS, RankStatus
 from pagemill_kernels.request_rows.layout import DeviceStepInputs, StepRows
 from pagemill_kernels.request_rows.staging import Staging
-from pagemill_kernels.sampling.batch import SamplingBatch
-from pagemill_kernels.sampling.device_sample import DeviceSample
+from pagemill_kernels.sampling.batch import Reports, SamplingBatch, TokenMasks
+from pagemill_kernels.sampling.device_sample import DeviceSample, Report
+from pagemill_kernels.sampling.triton_parts import DividedSampler, Filters
 
+_SAY_S = 0.05
 _LONGEST_LOOK_S = 0.1
 """The most that one look counts, so that a process that was stopped itself accuses none."""
 
@@ -62,38 +70,68 @@ class HostGroup(Protocol):
     @property
     def is_lost(self) -> bool: ...
 
+    def add_computed(self, seconds: float, steps: int) -> None: ...
+
     def computed(self) -> list[ComputedTime]: ...
 
 
 class DeviceSignals:
-    """A rank's end of a `HostGroup` whose values go elsewhere: where each rank is, and that one is lost."""
+    """A rank's end of a `HostGroup` whose values go elsewhere: where the device of each rank is, and that one is lost.
 
-    def __init__(self, group: HostGroup, stuck_seconds: float = STUCK_SECONDS) -> None:
+    A thread says where the device is, which comes to its exchanges long after the host has queued them.
+    """
+
+    def __init__(
+        self, group: HostGroup, device: torch.device, members: int, stuck_seconds: float = STUCK_SECONDS
+    ) -> None:
+        """`members`: the ranks of each stage; those with the highest numbers run the first one."""
         self.rank, self._group, self._stuck_seconds = group.rank, group, stuck_seconds
-        self.status, self.place, self.reason, self.computed = group.status, group.place, group.reason, group.computed
+        self._members, self._marks = members, DeviceMarks(device)
+        self.status, self.reason, self.computed = group.status, group.reason, group.computed
         self.recover, self.reset = group.recover, group.reset
         self.end: Callable[[], None] = lambda: None
         """Ends what devices wait for."""
-        self._number = 0
-        """Of this rank's exchange in its step."""
-        self._behind: dict[int, tuple[RankStatus, float]] = {}
-        """What ranks were last at that rank 0 is ahead of, and for how long it has waited since."""
+        self._said = Reached(0, 0, 0.0, 0)
+        self._saying = threading.Lock()
+        self._behind: dict[int, tuple[tuple[tuple[int, int], tuple[int, int]], float]] = {}
+        """Where ranks are that others are ahead of, where these wait, and for how long both were so while rank 0
+        waited."""
         self._looked_s = time.monotonic()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._say_often, name="marks", daemon=True)
+        self._thread.start()
 
     def begin_step(self, step: int) -> None:
-        self._number = 0
-        self._group.begin_step(step)
-        self._group.come_to(OUTSIDE, 0)
+        self._marks.begin(step)
 
     def come(self) -> None:
-        self._number += 1
-        self._group.come_to(OUTSIDE, self._number)
+        self._marks.exchange()
+
+    def leave(self) -> None:
+        self._marks.leave()
 
     def come_to(self, place: int) -> None:
-        self._group.come_to(place, self._number)
+        """Do nothing: where the host is says nothing of the device."""
 
     def report(self) -> None:
-        """Do nothing: the device still runs the step."""
+        """Queue the end of the step."""
+        self._marks.end()
+
+    def say(self) -> None:
+        """Say where the device is, and what it has computed."""
+        with self._saying:
+            found, before = self._marks.read(), self._said
+            self._said = found
+            if found[:2] != before[:2]:
+                self._group.begin_step(found.step)
+                self._group.come_to(REPORT if found.exchange == END else OUTSIDE, found.exchange)
+            if found.num_steps != before.num_steps:
+                self._group.add_computed(found.computed_s - before.computed_s, found.num_steps - before.num_steps)
+
+    def place(self, rank: int) -> str:
+        if rank == self.rank:
+            self.say()
+        return self._group.place(rank)
 
     @property
     def is_lost(self) -> bool:
@@ -106,54 +144,108 @@ class DeviceSignals:
         self._group.lose(reason)
         self.end()
 
+    def close(self) -> None:
+        self._closing.set()
+        self._thread.join()
+
     def look(self) -> None:
         """Raise `GroupAborted` if the group is lost; rank 0 finds a rank that has come to nothing more for too long
-        although it is behind."""
+        although others wait for it."""
         if self.rank == 0 and not self.is_lost:
             self._look_for_stuck()
         if self.is_lost:
             raise GroupAborted(self.reason() or "the group is lost")
 
+    def _say_often(self) -> None:
+        while not self._closing.wait(_SAY_S):
+            self.say()
+
     def _look_for_stuck(self) -> None:
         now_s = time.monotonic()
         passed_s, self._looked_s = min(now_s - self._looked_s, _LONGEST_LOOK_S), now_s
-        own = self.status(0)
-        for rank in range(1, self._group.size):
-            found = self.status(rank)
-            if (found.step, found.cut) >= (own.step, own.cut):
+        self.say()
+        ranks = range(self._group.size)
+        places = [(each.step, each.cut) for each in map(self.status, ranks)]
+        stuck = []
+        for rank in ranks:
+            found = places[rank], self._awaited(rank, places)
+            if found[0] >= found[1]:
                 self._behind.pop(rank, None)
                 continue
             before, waited_s = self._behind.get(rank, (None, 0.0))
             waited_s = waited_s + passed_s if before == found else 0.0
             self._behind[rank] = found, waited_s
             if waited_s >= self._stuck_seconds:
-                cut = self.place(0).removeprefix("at ")
-                self.lose(
-                    f"rank {rank} has not reached {cut} within {self._stuck_seconds:g} s; it was last "
-                    f"{self.place(rank)}"
-                )
+                stuck.append(rank)
+        if not stuck:
+            return
+        # Later stages wait for earlier ones, and in each all wait for the last.
+        rank = min(stuck, key=lambda each: (places[each][0], -(each // self._members), places[each]))
+        first = rank - rank % self._members
+        ahead = max(range(first, first + self._members), key=places.__getitem__)
+        ahead = ahead if places[ahead] > places[rank] else 0
+        self.lose(
+            f"rank {rank} has not reached {self.place(ahead).removeprefix('at ')} within {self._stuck_seconds:g} s; it "
+            f"was last {self.place(rank)}"
+        )
+
+    def _awaited(self, rank: int, places: Sequence[tuple[int, int]]) -> tuple[int, int]:
+        """Return the place to which a rank must come for others to go on."""
+        first = rank - rank % self._members
+        found = max(places[first : first + self._members])
+        return found if rank < self._members else max(found, (places[0][0], END))
 
 
-class LeadingDeviceRunner(DeviceRunner):
+class _RankRunner(DeviceRunner):
+    """A rank that may divide the vocabulary with others."""
+
+    def __init__(self, *args: Any, neighbours: Neighbours) -> None:
+        super().__init__(*args, neighbours=neighbours)
+        self._divided: DividedSampler | None = None
+        if neighbours.stage is not None and self._forward.has_head:
+            self._divided = DividedSampler(neighbours.stage, self._forward.columns, self.info.vocab_size)
+
+    def _masks(self, plan: StepPlan, request_ids: list[str]) -> TokenMasks | None:
+        """Return masks of all tokens of requests that have any: followers know only their names."""
+        if self._divided is None:
+            return super()._masks(plan, request_ids)
+        masks = masks_of(plan, request_ids)
+        named = [name in plan.token_masks for name in request_ids for _ in range(1 + len(plan.proposals.get(name, ())))]
+        rows, num_words = np.flatnonzero(named), -(-self.info.vocab_size // 32)
+        bits = np.full((len(rows), num_words), -1, dtype=np.int32)
+        for place, row in enumerate(rows.tolist()):
+            mask = masks[row]
+            if mask is not None:
+                bits[place] = mask[:num_words]
+        return TokenMasks(rows, bits) if len(rows) else None
+
+    def _drawn(
+        self, logits: Tensor, batch: SamplingBatch, settings: Tensor, sampling: SamplingRows, rows: NDArray[Any]
+    ) -> DeviceSample:
+        if self._divided is None or not len(rows):
+            return super()._drawn(logits, batch, settings, sampling, rows)
+        return self._divided.draw(logits, batch, settings, Filters.of(sampling.draws[rows], self.info.vocab_size))
+
+    def _reported(self, logits: Tensor, token_ids: Tensor, reports: Reports) -> Report:
+        if self._divided is None:
+            return super()._reported(logits, token_ids, reports)
+        return self._divided.report(logits, token_ids, reports)
+
+
+class LeadingDeviceRunner(_RankRunner):
     """Rank 0."""
 
     def __init__(
-        self, *args: Any, signals: DeviceSignals, leave: Callable[[], None], tokens: DistributedGroup | None
+        self, *args: Any, neighbours: Neighbours, signals: DeviceSignals, leave: Callable[[], None], at_once: bool
     ) -> None:
-        """`leave`: leaves the groups. `tokens`: all ranks, to which sampled tokens go at once; None: they go with
-        plans."""
-        super().__init__(*args)
-        self._signals, self._leave, self._to_all = signals, leave, tokens
+        """`leave`: leaves the groups. `at_once`: of `FollowingDeviceRunner`."""
+        super().__init__(*args, neighbours=neighbours)
+        self._signals, self._leave = signals, leave
 
     def close(self) -> None:
         super().close()
+        self._signals.close()
         self._leave()
-
-    def _drawn(self, logits: Tensor, batch: SamplingBatch, settings: Tensor) -> DeviceSample:
-        found = super()._drawn(logits, batch, settings)
-        if self._to_all is not None and len(found.tokens):
-            self._to_all.broadcast(found.tokens, 0)
-        return found
 
     def _until(self, done: torch.cuda.Event) -> None:
         wait_for(done.query, self._signals.look)
@@ -168,18 +260,20 @@ class _Unfinished(NamedTuple):
     """Requests that have left since: others may have their rows."""
 
 
-class FollowingDeviceRunner(DeviceRunner):
-    """Another rank: it samples nothing."""
+class FollowingDeviceRunner(_RankRunner):
+    """Another rank: it decides nothing."""
 
     def __init__(
         self,
         *args: Any,
-        tokens: DistributedGroup | None,
+        neighbours: Neighbours,
+        at_once: bool,
         read_adapter: Callable[[AdapterMessage], None] | None,
     ) -> None:
-        """`tokens`: of `LeadingDeviceRunner`. `read_adapter`: of `FollowerRunner`."""
-        super().__init__(*args)
-        self._from_first = tokens
+        """`at_once`: whether the tokens that rank 0 finds count at once, and not with a later plan. `read_adapter`: of
+        `FollowerRunner`."""
+        super().__init__(*args, neighbours=neighbours)
+        self._at_once = at_once
         self._read_adapter = read_adapter
         self._unfinished: deque[_Unfinished] = deque()
 
@@ -218,19 +312,22 @@ class FollowingDeviceRunner(DeviceRunner):
     ) -> InFlight:
         starts = dict(zip(step.request_ids, step.query_start_loc.tolist(), strict=False))
         for piece in PromptRows.of(plan.prompt_targets, starts).pieces(self._piece_rows):
-            self._forward.logits_of(hidden, upload(piece.rows, self._ops.device), adapters)
+            if self._forward.has_head:
+                self._report(hidden, piece, adapters)
         logits = self._forward.logits_of(hidden, inputs.last_tokens[: step.num_sampled], adapters)
         return self._sample(plan, at, step, logits, inputs.settings)
 
     def _sample(self, plan: StepPlan, at: StepRows, step: DeviceStep, logits: Tensor, settings: Tensor) -> InFlight:
-        tokens = torch.empty(step.num_sampled, dtype=torch.int64, device=self._ops.device)
-        if self._from_first is None:
+        if self._forward.has_head and step.num_sampled:
+            tokens = self._draw(plan, step, logits, settings)[0].tokens
+        else:
+            tokens = torch.empty(step.num_sampled, dtype=torch.int64, device=self._ops.device)
+        if self._at_once:
+            self._rows.advance(step)
+        else:
             # The next part of a prompt may come before the step is finished.
             at = at._replace(sample_start_loc=torch.zeros_like(at.sample_start_loc))
             self._unfinished.append(_Unfinished(plan.step, step, set()))
-        elif len(tokens):
-            self._from_first.broadcast(tokens, 0)
-            self._rows.advance(step)
         self._on_device.advance_rows(self._state, at, tokens)
         return InFlight([])
 

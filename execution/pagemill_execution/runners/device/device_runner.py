@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -77,6 +78,7 @@ class DeviceRunner:
         info: RunnerInfo,
         max_num_seqs: int,
         adapters: DeviceAdapters | None = None,
+        *,
         neighbours: Neighbours = ALONE,
     ) -> None:
         """`neighbours`: the ranks with which this one computes its part of a model."""
@@ -91,8 +93,8 @@ class DeviceRunner:
         self._max_num_seqs = max_num_seqs
         self._adapters = adapters
         self._make_rows()
-        self._sampling = SamplingRows(max_num_seqs, info.vocab_size, counts_on(ops.device))
         self._forward = DeviceForward(model, ops, ops.on_device, kv_cache, rotations, info.block_size, neighbours)
+        self._sampling = self._sampling_rows(max_num_seqs)
         self._piece_rows = piece_rows(max_num_seqs)
         self._graphs: StepGraphs | None = None
         self._make_capturer: Callable[[], GraphCapturer] | None = None
@@ -152,7 +154,7 @@ class DeviceRunner:
                 slots = np.zeros(num_tokens, dtype=np.int32)  # of a slot that adds zeros, or is not used
                 logits = self._forward.logits(inputs, step.longest, self._adapters.tables.rows(slots))
             if self._forward.has_head:
-                drawn = self._on_device.draw_tokens(logits, SamplingBatch(), inputs.settings)
+                drawn = self._drawn(logits, SamplingBatch(), inputs.settings, self._sampling, all_requests)
                 self._on_device.advance_rows(self._state, at, drawn.tokens)
                 drawn.tokens.cpu()
             for cache in self.kv_cache.layers:
@@ -160,21 +162,24 @@ class DeviceRunner:
 
     def warm_up_sampling(self) -> None:
         """Sample one row that uses every sampling feature."""
+        if not self._forward.has_head:
+            return
         asks = SamplingParams(temperature=1.0, top_p=0.5, presence_penalty=1.0, logit_bias={0: 1.0}, logprobs=1)
-        sampling = SamplingRows(1, self.info.vocab_size, counts_on(self._ops.device))
+        sampling = self._sampling_rows(1)
         sampling.admit(0, AdmittedSequence("", [0], 1, 0, [], asks, 0, 0))
         first = np.zeros(1, dtype=np.int64)
         masks = TokenMasks(first, np.full((1, -(-self.info.vocab_size // 32)), -1, dtype=np.int32))
         with torch.inference_mode():
-            logits = torch.zeros(1, self.info.vocab_size, device=self._ops.device)
+            logits = self._forward.empty_logits(1).zero_()
             settings = torch.zeros(NUM_SETTINGS, dtype=torch.int32, device=self._ops.device)
             batch = sampling.batch_beside_draws(first, first)._replace(masks=masks)
-            self._on_device.draw_tokens(logits, batch, settings).tokens.cpu()
+            self._drawn(logits, batch, settings, sampling, first).tokens.cpu()
 
     def graph_bytes(self, num_tokens: int, num_requests: int) -> int:
         """Return the bytes that captured steps of this size keep in addition to those of a step."""
         layout = self._rows.layout
-        of_requests = num_requests * 4 * (self.info.vocab_size + layout.num_kinds * layout.table_width)
+        first, end = self._forward.columns
+        of_requests = num_requests * 4 * (end - first + layout.num_kinds * layout.table_width)
         return of_requests + num_tokens * self.model.spec.hidden_size * self.model.dtype.itemsize
 
     def resize_cache(self, info: RunnerInfo) -> None:
@@ -268,7 +273,10 @@ class DeviceRunner:
     def _report(self, hidden: Tensor, piece: PromptRows, adapters: TritonAdapterRows | None) -> Report:
         rows, token_ids = upload(piece.rows, self._ops.device), upload(piece.token_ids, self._ops.device)
         logits = self._forward.logits_of(hidden, rows, adapters)
-        report: Report = self._on_device.report_logprobs(logits, token_ids, piece.reports)
+        return self._reported(logits, token_ids, piece.reports)
+
+    def _reported(self, logits: Tensor, token_ids: Tensor, reports: Reports) -> Report:
+        report: Report = self._on_device.report_logprobs(logits, token_ids, reports)
         return report
 
     def _placed(self, staging: Staging, step: DeviceStep, shape: GraphShape | None) -> tuple[DeviceStep, StepRows]:
@@ -317,6 +325,9 @@ class DeviceRunner:
         sizes = (step.num_tokens, len(step.rows), step.num_sampled)
         return DeviceStepInputs.empty(*sizes, self._rows.layout, self._ops.device)
 
+    def _sampling_rows(self, max_rows: int) -> SamplingRows:
+        return SamplingRows(max_rows, self.info.vocab_size, counts_on(self._ops.device, self._forward.columns))
+
     def _make_rows(self) -> None:
         info, max_num_seqs = self.info, self._max_num_seqs
         layout = RowLayout.of(max_num_seqs, info.max_model_len, info.block_size, len(info.kinds))
@@ -328,20 +339,10 @@ class DeviceRunner:
         build(self._state, at, step.longest, step.num_sampled, block_size, inputs)
 
     def _sample(self, plan: StepPlan, at: StepRows, step: DeviceStep, logits: Tensor, settings: Tensor) -> InFlight:
-        rows = np.repeat(step.rows, np.diff(step.sample_start_loc))
-        if plan.proposals:
-            _check_penalties(step, self._sampling.penalised)
-        batch = SamplingBatch()
-        if not self._sampling.plain[rows].all():
-            batch = self._sampling.batch_beside_draws(rows.astype(np.int64), self._rows.num_generated(step))
-        masks = None
-        if plan.token_masks:
-            masks = mask_rows(masks_of(plan, (step.request_ids[i] for i in step.sampling.tolist())))
-        settings = settings[: NUM_SETTINGS * len(rows)]
-        drawn = self._drawn(logits, batch._replace(masks=masks), settings)
+        drawn, batch = self._draw(plan, step, logits, settings)
         self._on_device.advance_rows(self._state, at, drawn.tokens)
         self._rows.advance(step)
-        if len(rows) == 0:
+        if step.num_sampled == 0:
             return InFlight([])
         request_ids = step.request_ids
         if len(step.sampling) < len(request_ids):
@@ -349,7 +350,27 @@ class DeviceRunner:
         read = partial(self._read, drawn.download(), _mark(self._ops.device))
         return InFlight(request_ids, read, batch.reports, plan.proposals)
 
-    def _drawn(self, logits: Tensor, batch: SamplingBatch, settings: Tensor) -> DeviceSample:
+    def _draw(
+        self, plan: StepPlan, step: DeviceStep, logits: Tensor, settings: Tensor
+    ) -> tuple[DeviceSample, SamplingBatch]:
+        rows = np.repeat(step.rows, np.diff(step.sample_start_loc))
+        if plan.proposals:
+            _check_penalties(step, self._sampling.penalised)
+        batch = SamplingBatch()
+        if not self._sampling.plain[rows].all():
+            batch = self._sampling.batch_beside_draws(rows.astype(np.int64), self._rows.num_generated(step))
+        if plan.token_masks:
+            batch = batch._replace(masks=self._masks(plan, [step.request_ids[i] for i in step.sampling.tolist()]))
+        return self._drawn(logits, batch, settings[: NUM_SETTINGS * len(rows)], self._sampling, rows), batch
+
+    def _masks(self, plan: StepPlan, request_ids: list[str]) -> TokenMasks | None:
+        """Return the masks of the tokens that these requests sample."""
+        return mask_rows(masks_of(plan, request_ids))
+
+    def _drawn(
+        self, logits: Tensor, batch: SamplingBatch, settings: Tensor, sampling: SamplingRows, rows: NDArray[Any]
+    ) -> DeviceSample:
+        """Draw tokens. settings: of the draws, on the device; rows: those of `sampling` that are drawn."""
         found: DeviceSample = self._on_device.draw_tokens(logits, batch, settings)
         return found
 
@@ -440,18 +461,24 @@ def _first_line(error: Exception) -> str:
 class DeviceCounts:
     """`sampling.rows.TokenCounts` as tensors of a device."""
 
-    def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
-        shape = (max_rows, vocab_size)
+    def __init__(self, max_rows: int, columns: tuple[int, int], device: torch.device) -> None:
+        """`columns`: of the vocabulary, the first and the one behind the last."""
+        self._first, self._end = columns
+        shape = (max_rows, self._end - self._first)
         self.in_prompt = torch.zeros(shape, dtype=torch.bool, device=device)
         self.in_output = torch.zeros(shape, dtype=torch.int32, device=device)
 
     def reset(self, row: int, prompt: list[int], output: list[int]) -> None:
-        device, vocab_size = self.in_prompt.device, self.in_prompt.shape[1]
-        self.in_prompt[row].zero_().index_fill_(0, upload(np.array(prompt, dtype=np.int64), device), True)
-        counts = np.bincount(np.array(output, dtype=np.int64), minlength=vocab_size)
+        device, size = self.in_prompt.device, self.in_prompt.shape[1]
+        self.in_prompt[row].zero_().index_fill_(0, upload(self._own(prompt), device), True)
+        counts = np.bincount(self._own(output), minlength=size)
         self.in_output[row].copy_(upload(counts, device, torch.int32))
 
+    def _own(self, token_ids: list[int]) -> NDArray[np.int64]:
+        found = np.array(token_ids, dtype=np.int64)
+        return found[(found >= self._first) & (found < self._end)] - self._first
 
-def counts_on(device: torch.device) -> Callable[[int, int], DeviceCounts]:
-    """Return a function for `SamplingRows.make_counts`."""
-    return lambda max_rows, vocab_size: DeviceCounts(max_rows, vocab_size, device)
+
+def counts_on(device: torch.device, columns: tuple[int, int]) -> Callable[[int, int], DeviceCounts]:
+    """Return a function for `SamplingRows.make_counts`. `columns`: those of the vocabulary that are counted."""
+    return lambda max_rows, _: DeviceCounts(max_rows, columns, device)

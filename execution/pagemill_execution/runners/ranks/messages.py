@@ -10,7 +10,7 @@ import msgspec
 from pagemill_execution.adapters.messages import AdapterMessage
 from pagemill_execution.step import StepPlan, StepResult, decode_plan, encode_plan
 
-FORMAT = 4
+FORMAT = 5
 """Raised with every change of these messages and of what they contain, such as plans."""
 
 

@@ -234,7 +234,9 @@ class _FirstDevice(_FirstRank):
 
     def launch(self, plan: StepPlan) -> Any:
         self._group.begin_step(plan.step)
-        return self._inner.launch(plan)  # what raises there is raised by `wait`
+        handle = self._inner.launch(plan)  # what raises there is raised by `wait`
+        self._group.report()
+        return handle
 
     def wait(self, handle: Any) -> StepResult:
         try:
