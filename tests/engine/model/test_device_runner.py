@@ -150,7 +150,7 @@ def test_a_step_uses_tokens_that_were_not_read(runner: Any) -> None:
 
 def test_the_host_keeps_no_token_and_no_block(runner: Any) -> None:
     kept = {name for name, value in vars(runner._rows).items() if hasattr(value, "nbytes")}
-    assert kept == {"num_tokens", "num_prompt_tokens", "num_blocks"}
+    assert kept == {"num_tokens", "num_prompt_tokens", "num_computed_tokens", "num_blocks"}
 
 
 def test_the_number_of_generated_tokens_of_a_row_is_known_before_they_are_read() -> None:
