@@ -232,6 +232,18 @@ def test_random_steps_give_what_the_reference_gives_at_once(name: str, most: int
     check(SHAPES[name], as_long([random_steps(draw, 150, most), random_steps(draw, 150, most)]), most, 150)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("rule", RULES)
+def test_heads_of_published_sizes(rule: str) -> None:
+    """As of Qwen3.5, Kimi Linear and Nemotron 3, in an interpreter's hours."""
+    of_rule = {
+        "delta_rule": Shape("delta_rule", 16, 32, 128, 128, 4),
+        "channel_delta_rule": Shape("channel_delta_rule", 32, 32, 128, 128, 4),
+        "state_space": Shape("state_space", 8, 64, 128, 64, 4, 512, bias=True),
+    }[rule]
+    check(of_rule, CROSSING, 4, 64)
+
+
 @pytest.mark.slow
 def test_4096_tokens_in_chunks_equal_the_recurrence() -> None:
     """In float64, token by token, as the delta rule is written; the kernels' chunks and single tokens follow it."""

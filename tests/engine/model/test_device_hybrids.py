@@ -28,7 +28,6 @@ from pagemill_kernels.recurrent.batch import StateBatch
 from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_protocol.request.sampling import SamplingParams
 
-pytestmark = pytest.mark.slow
 SETTINGS: dict[str, Any] = {
     "dtype": "float32", "num_kv_blocks": 24, "max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 24,
 }  # fmt: skip
@@ -92,6 +91,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: Any, runner_loader: C
     return Pair(folder, runner_loader)
 
 
+@pytest.mark.slow
 @pytest.mark.sample("delta rule-plain")
 @pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
 def test_answers_equal_those_of_the_cpu(pair: Pair, overlap: bool) -> None:
@@ -101,6 +101,7 @@ def test_answers_equal_those_of_the_cpu(pair: Pair, overlap: bool) -> None:
     assert core.num_steps > NUM_TOKENS
 
 
+@pytest.mark.slow
 @pytest.mark.sample("short convolution")
 def test_recorded_steps_equal_those_of_the_cpu_also_after_sleep(pair: Pair) -> None:
     runner, recorder = pair.load(), ReplayRecorder()
@@ -114,6 +115,7 @@ def test_recorded_steps_equal_those_of_the_cpu_also_after_sleep(pair: Pair) -> N
     assert serve(runner, pair.prompts[:1])[0] == pair.expected[:1]
 
 
+@pytest.mark.slow
 @pytest.mark.sample("state space")
 def test_proposed_tokens_are_taken_back(pair: Pair) -> None:
     texts = [prompt + answer for prompt, answer in zip(pair.prompts, pair.expected, strict=True)]
@@ -155,6 +157,7 @@ def test_a_planted_fault_is_found(pair: Pair, fault: str, monkeypatch: pytest.Mo
     assert answers != pair.expected
 
 
+@pytest.mark.slow
 def test_states_are_copied_with_their_windows(pair: Pair) -> None:
     cache = pair.load().kv_cache
     layer = next(each for each in cache.layers if isinstance(each, StateTensors))
@@ -163,6 +166,14 @@ def test_states_are_copied_with_their_windows(pair: Pair) -> None:
     assert bool((layer.states[1] == 1).all())
     assert bool((layer.windows[1] == 2).all())
     assert not bool(layer.windows[-1].any()), "the zero state"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
+def test_cuda_graphs_of_hybrids_give_the_answers_of_the_cpu(pair: Pair, overlap: bool) -> None:
+    runner = pair.load()
+    assert runner._graphs is not None
+    assert serve(runner, pair.prompts, overlap=overlap)[0] == pair.expected
 
 
 def test_what_a_device_cannot_do_yet_is_refused_by_name(tmp_path: Path, runner_loader: Callable[..., Any]) -> None:
