@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hybrid_models import ALL, write_hybrid
+from hybrid_models import write_hybrid
 from hybrid_requests import KINDS
 from oracle_proposer import oracle
 from triton_device import ReplayRecorder
@@ -23,7 +23,6 @@ from pagemill_engine.executing.device.graphs import shapes_to_capture
 from pagemill_engine.executing.inputs import StateRows
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.scheduler.proposals import Proposals
-from pagemill_engine.weights.errors import LoadError
 from pagemill_kernels.recurrent.batch import StateBatch
 from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_protocol.request.sampling import SamplingParams
@@ -174,9 +173,3 @@ def test_cuda_graphs_of_hybrids_give_the_answers_of_the_cpu(pair: Pair, overlap:
     runner = pair.load()
     assert runner._graphs is not None
     assert serve(runner, pair.prompts, overlap=overlap)[0] == pair.expected
-
-
-def test_what_a_device_cannot_do_yet_is_refused_by_name(tmp_path: Path, runner_loader: Callable[..., Any]) -> None:
-    write_hybrid(*ALL["qwen3.5"], tmp_path)
-    with pytest.raises(LoadError, match=r"block_size.*32.*recurrent states every 16"):
-        runner_loader(tmp_path, device="cuda", **SETTINGS | {"block_size": 32})
