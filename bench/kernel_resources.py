@@ -49,6 +49,7 @@ from pagemill_kernels.paged_attention import triton_body as attention_body
 from pagemill_kernels.paged_attention import triton_launch as attention
 from pagemill_kernels.paged_attention.batch import AttentionBatch
 from pagemill_kernels.recurrent import triton_body as recurrent_body
+from pagemill_kernels.recurrent import triton_chunks as recurrent_chunks
 from pagemill_kernels.recurrent import triton_launch as recurrent
 from pagemill_kernels.recurrent.device_batch import StepStates
 from pagemill_kernels.recurrent.reference import Convolution, DeltaHeads
@@ -73,7 +74,7 @@ META = torch.device("meta")
 NUM_MULTIPROCESSORS = 132
 BODIES = (
     *(activation_body, attention_body, experts_body, gather_body, linear_body, norm_body, rope_body),
-    *(adapters_body, recurrent_body, rows_body, sampling_body, scaled_body),
+    *(adapters_body, recurrent_body, recurrent_chunks, rows_body, sampling_body, scaled_body),
 )
 SHARED_KIB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
 """KiB that one program may use (CUDA C++ Programming Guide, technical specifications per compute capability)."""

@@ -49,7 +49,9 @@ class StepStates(NamedTuple):
             )
         requests = np.zeros((4, room), dtype=np.int32)
         requests[0], requests[1] = -1, zero_slot
-        requests[:, :num_requests] = batch.rows, batch.sources, batch.num_logged, batch.num_computed
+        assert batch.num_computed is not None
+        given = (batch.rows, batch.sources, batch.num_logged, batch.num_computed)
+        requests[:, :num_requests] = np.stack(given)
         starts = np.full(room + 1, num_writes, dtype=np.int32)
         starts[: num_requests + 1] = batch.write_starts
         values = np.concatenate((requests.ravel(), starts, batch.writes[:, 1:].ravel().astype(np.int32)))

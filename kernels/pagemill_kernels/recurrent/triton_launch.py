@@ -14,7 +14,7 @@ import triton
 from torch import Tensor
 
 from pagemill_kernels.gpu import launch
-from pagemill_kernels.recurrent import triton_body
+from pagemill_kernels.recurrent import triton_body, triton_chunks
 from pagemill_kernels.recurrent.batch import StateBatch
 from pagemill_kernels.recurrent.device_batch import StepStates
 from pagemill_kernels.recurrent.reference import Convolution, DeltaHeads
@@ -122,7 +122,7 @@ def convolved_rule(
         convolved = torch.empty(x.shape, dtype=torch.float32, device=x.device)
         key_pad = max(16, triton.next_power_of_2(states.shape[2]))
         _convolve(convolved, x, kernel, windows, inputs, plan)
-        triton_body.chunk[num_requests, states.shape[1], triton.cdiv(value_dim, CHUNK_VALUES)](
+        triton_chunks.chunk[num_requests, states.shape[1], triton.cdiv(value_dim, CHUNK_VALUES)](
             x_ptr=convolved,
             **common,
             KEY_PAD=key_pad,
@@ -130,19 +130,26 @@ def convolved_rule(
             num_warps=8,
         )
         _keep(convolved, x, kernel, windows, inputs, (log, common), plan)
-    size, pad = of_rule.part_size, triton.next_power_of_2(of_rule.part_size)
-    if not finishes and (of_rule.finish["HAS_GATES"] or of_rule.finish["HAS_NORM"]):
-        num_parts = states.shape[1] * value_dim // size
-        triton_body.finish_parts[len(x), num_parts](
-            out_ptr=out,
-            **of_rule.finish,
-            NUM_PARTS=num_parts,
-            SIZE=size,
-            PAD=pad,
-            enable_fp_fusion=True,
-            num_warps=min(16, max(1, pad // 512)),
-        )
+    if not finishes:
+        _finish(out, of_rule)
     return out
+
+
+def _finish(out: Tensor, of_rule: _Rule) -> None:
+    """Gate and normalise outputs, [tokens, heads, values], in place."""
+    size, pad = of_rule.part_size, triton.next_power_of_2(of_rule.part_size)
+    num_parts = out.shape[1] * out.shape[2] // size
+    if not of_rule.finish["HAS_GATES"]:
+        return
+    triton_chunks.finish_parts[len(out), num_parts](
+        out_ptr=out,
+        **of_rule.finish,
+        NUM_PARTS=num_parts,
+        SIZE=size,
+        PAD=pad,
+        enable_fp_fusion=True,
+        num_warps=min(16, max(1, pad // 512)),
+    )
 
 
 class _Rule(NamedTuple):
@@ -159,7 +166,8 @@ def _delta_rule(x: Tensor, others: tuple[Any, ...], states: Tensor) -> _Rule:
 
 
 def _channel_delta_rule(x: Tensor, others: tuple[Any, ...], states: Tensor) -> _Rule:
-    return _of_delta(x, *others, states, by_channel=True)
+    rates, steps, gates, heads = others
+    return _of_delta(x, rates, steps, gates, heads, states, by_channel=True)
 
 
 def _of_delta(
@@ -301,7 +309,7 @@ def _convolution_arguments(x: Tensor, kernel: Convolution, windows: Tensor, inpu
 def _convolve(out: Tensor, x: Tensor, kernel: Convolution, windows: Tensor, inputs: Tensor, plan: TritonStates) -> None:
     channels = x.shape[1]
     _check(x, kernel, windows, inputs)
-    triton_body.convolve[(triton.cdiv(len(x), TOKEN_BLOCK), triton.cdiv(channels, CHANNEL_BLOCK))](
+    triton_chunks.convolve[(triton.cdiv(len(x), TOKEN_BLOCK), triton.cdiv(channels, CHANNEL_BLOCK))](
         **_convolution_arguments(x, kernel, windows, inputs),
         out_ptr=out,
         num_tokens=len(x),
@@ -332,7 +340,7 @@ def _keep(
     _check(x, kernel, windows, inputs)
     log, rule = (inputs, dict.fromkeys(("NUM_KEYS", "KEY_AT"), 0)) if logged is None else logged
     num_blocks = triton.cdiv(channels, CHANNEL_BLOCK)
-    triton_body.keep[(len(plan.query_start_loc) - 1, num_blocks + rule["NUM_KEYS"])](
+    triton_chunks.keep[(len(plan.query_start_loc) - 1, num_blocks + rule["NUM_KEYS"])](
         **_convolution_arguments(x, kernel, windows, inputs),
         **plan.arguments(),
         convolved_ptr=out,

@@ -129,6 +129,7 @@ def test_proposed_tokens_are_taken_back(pair: Pair) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # of large values, whose sigmoid is 0
 @pytest.mark.parametrize("name", [*ALL])
 def test_every_family_answers_as_on_the_cpu(name: str, tmp_path: Path, runner_loader: Callable[..., Any]) -> None:
     write_hybrid(*ALL[name], tmp_path)
@@ -167,7 +168,9 @@ FAULTS: dict[str, Callable[[StateBatch], StateBatch]] = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(pair: Pair, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     runner, gather = pair.load(), StateRows.gather
-    if "folded" in fault and not any(each.log.numel() for each in runner.kv_cache.layers if hasattr(each, "log")):
+    if "folded" in fault and not any(
+        each.log.numel() for each in runner.kv_cache.layers if isinstance(each, StateTensors)
+    ):
         pytest.skip("a convolution alone folds nothing")
     monkeypatch.setattr(StateRows, "gather", lambda rows, *inputs: FAULTS[fault](gather(rows, *inputs)))
     try:

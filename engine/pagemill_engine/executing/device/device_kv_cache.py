@@ -116,10 +116,10 @@ class DeviceKVCache:
         blocks = self._blocks[len(self.counts) - 1, layer]
         states, windows = torch.split(blocks, [blocks.shape[1] - spec.num_window_values, spec.num_window_values], 1)
         log, inputs = (self._zeros(*shape) for shape in self._log_shapes[layer])
-        shape = spec.parts[0] if spec.parts else (0,)
-        return StateTensors(
-            states.unflatten(1, shape), windows.unflatten(1, (spec.width - 1, spec.channels)), log, inputs, vectors
-        )
+        # Views: blocks are a stride apart, so their values need no copy.
+        states = states.view(len(blocks), *(spec.parts[0] if spec.parts else (0,)))
+        windows = windows.view(len(blocks), spec.width - 1, spec.channels)
+        return StateTensors(states, windows, log, inputs, vectors)
 
     def _in_arena(self, arena: Arena) -> dict[tuple[int, int], Tensor]:
         """Return the blocks of the layers of the first and the last kind: views of one tensor."""
