@@ -49,8 +49,8 @@ from pagemill_kernels.paged_attention import triton_body as attention_body
 from pagemill_kernels.paged_attention import triton_launch as attention
 from pagemill_kernels.paged_attention.batch import AttentionBatch
 from pagemill_kernels.recurrent import triton_body as recurrent_body
-from pagemill_kernels.recurrent import triton_chunks as recurrent_chunks
 from pagemill_kernels.recurrent import triton_launch as recurrent
+from pagemill_kernels.recurrent.chunks import triton_body as recurrent_chunks
 from pagemill_kernels.recurrent.device_batch import StepStates
 from pagemill_kernels.recurrent.reference import Convolution, DeltaHeads
 from pagemill_kernels.recurrent.state_space import StateSpaceHeads
@@ -225,10 +225,8 @@ def recur(rule: str, heads: States, requests: int, tokens: int) -> Callable[[], 
         if by_channel:
             given = [floats(count, heads.values), floats(count, decays), floats(count, of_values)]
         if rule == "state_space":
-            vectors = [vector(heads.values) for _ in range(3)]
-            of_heads = StateSpaceHeads(
-                *vectors, vector(of_values), of_values, 1e-5, gates_first=True, step_limits=limits
-            )
+            one = vector(heads.values)
+            of_heads = StateSpaceHeads(one, one, one, vector(of_values), of_values, 1e-5, True, limits)
             given[0] = floats(count, heads.values)
         caches = (
             vector(8, heads.values, heads.key_dim, heads.value_dim),

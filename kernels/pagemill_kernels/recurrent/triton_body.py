@@ -1,5 +1,5 @@
-"""Triton kernel of recurrent layers for one token of each request, in one launch. `triton_chunks` has that for steps of
-any size.
+"""Triton kernel of recurrent layers for one token of each request, in one launch. `chunks.triton_body` has those for
+steps of any size.
 
 Logs and the last inputs of convolutions are rings: the value of position p is in place p modulo their places. So taking
 tokens back, and a boundary that moves, change nothing in them. In a step of one token no place that a program reads is

@@ -14,8 +14,9 @@ import triton
 from torch import Tensor
 
 from pagemill_kernels.gpu import launch
-from pagemill_kernels.recurrent import triton_body, triton_chunks
+from pagemill_kernels.recurrent import triton_body
 from pagemill_kernels.recurrent.batch import StateBatch
+from pagemill_kernels.recurrent.chunks import triton_body as chunks_body
 from pagemill_kernels.recurrent.device_batch import StepStates
 from pagemill_kernels.recurrent.reference import Convolution, DeltaHeads
 from pagemill_kernels.recurrent.state_space import StateSpaceHeads
@@ -122,7 +123,7 @@ def convolved_rule(
         convolved = torch.empty(x.shape, dtype=torch.float32, device=x.device)
         key_pad = max(16, triton.next_power_of_2(states.shape[2]))
         _convolve(convolved, x, kernel, windows, inputs, plan)
-        triton_chunks.chunk[num_requests, states.shape[1], triton.cdiv(value_dim, CHUNK_VALUES)](
+        chunks_body.chunk[num_requests, states.shape[1], triton.cdiv(value_dim, CHUNK_VALUES)](
             x_ptr=convolved,
             **common,
             KEY_PAD=key_pad,
@@ -141,7 +142,7 @@ def _finish(out: Tensor, of_rule: _Rule) -> None:
     num_parts = out.shape[1] * out.shape[2] // size
     if not of_rule.finish["HAS_GATES"]:
         return
-    triton_chunks.finish_parts[len(out), num_parts](
+    chunks_body.finish_parts[len(out), num_parts](
         out_ptr=out,
         **of_rule.finish,
         NUM_PARTS=num_parts,
@@ -309,7 +310,7 @@ def _convolution_arguments(x: Tensor, kernel: Convolution, windows: Tensor, inpu
 def _convolve(out: Tensor, x: Tensor, kernel: Convolution, windows: Tensor, inputs: Tensor, plan: TritonStates) -> None:
     channels = x.shape[1]
     _check(x, kernel, windows, inputs)
-    triton_chunks.convolve[(triton.cdiv(len(x), TOKEN_BLOCK), triton.cdiv(channels, CHANNEL_BLOCK))](
+    chunks_body.convolve[(triton.cdiv(len(x), TOKEN_BLOCK), triton.cdiv(channels, CHANNEL_BLOCK))](
         **_convolution_arguments(x, kernel, windows, inputs),
         out_ptr=out,
         num_tokens=len(x),
@@ -340,7 +341,7 @@ def _keep(
     _check(x, kernel, windows, inputs)
     log, rule = (inputs, dict.fromkeys(("NUM_KEYS", "KEY_AT"), 0)) if logged is None else logged
     num_blocks = triton.cdiv(channels, CHANNEL_BLOCK)
-    triton_chunks.keep[(len(plan.query_start_loc) - 1, num_blocks + rule["NUM_KEYS"])](
+    chunks_body.keep[(len(plan.query_start_loc) - 1, num_blocks + rule["NUM_KEYS"])](
         **_convolution_arguments(x, kernel, windows, inputs),
         **plan.arguments(),
         convolved_ptr=out,

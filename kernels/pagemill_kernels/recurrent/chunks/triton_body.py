@@ -1,5 +1,5 @@
 """Triton kernels of recurrent layers for steps of any size: the convolution, the rule in groups of tokens, what the
-next step reads, gates and norms. `triton_body` has the layout of logs and inputs, and steps of one token."""
+next step reads, gates and norms. `recurrent.triton_body` has the layout of logs and inputs, and steps of one token."""
 
 from __future__ import annotations
 
