@@ -20,6 +20,7 @@ import pytest
 import torch
 from device_rank import Plan, ReplayRecorder
 from hung_processes import hang
+from hybrid_models import ALL, write_hybrid
 from node_engine import NodeProcess, load_first, node_config, of_node
 from oracle_proposer import oracle
 from ranked_engine import BASE, SETTINGS, Engine, prompts_of, saved
@@ -122,6 +123,16 @@ def test_devices_of_any_division_give_the_tokens_of_one(
     single.close()
     engine = Engine(devices(folder, tensor, stages), pipeline_parallel_size=stages)
     assert [engine.run(prompts_of(2)[:4], params) for params in (SHORT, DRAWN, SHORT)] == expected
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["qwen3.5", "bamba"])
+def test_devices_divide_heads_with_states(name: str, tmp_path: Path, devices: Load, runner_loader: Any) -> None:
+    write_hybrid(*ALL[name], tmp_path)
+    single = runner_loader(tmp_path, **SETTINGS)
+    expected = Engine(single).run(prompts_of(1)[:2], SHORT)
+    single.close()
+    assert Engine(devices(tmp_path)).run(prompts_of(1)[:2], SHORT) == expected
 
 
 @pytest.mark.full
