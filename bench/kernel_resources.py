@@ -48,6 +48,12 @@ from pagemill_kernels.norm import triton_launch as norm
 from pagemill_kernels.paged_attention import triton_body as attention_body
 from pagemill_kernels.paged_attention import triton_launch as attention
 from pagemill_kernels.paged_attention.batch import AttentionBatch
+from pagemill_kernels.recurrent import triton_body as recurrent_body
+from pagemill_kernels.recurrent import triton_launch as recurrent
+from pagemill_kernels.recurrent.chunks import triton_body as recurrent_chunks
+from pagemill_kernels.recurrent.device_batch import StepStates
+from pagemill_kernels.recurrent.reference import Convolution, DeltaHeads
+from pagemill_kernels.recurrent.state_space import StateSpaceHeads
 from pagemill_kernels.request_rows import triton_body as rows_body
 from pagemill_kernels.request_rows import triton_launch as request_rows
 from pagemill_kernels.request_rows.layout import DeviceStepInputs, RowLayout, RowState, RowWrites, StepRows
@@ -68,7 +74,7 @@ META = torch.device("meta")
 NUM_MULTIPROCESSORS = 132
 BODIES = (
     *(activation_body, attention_body, experts_body, gather_body, linear_body, norm_body, rope_body),
-    *(adapters_body, rows_body, sampling_body, scaled_body),
+    *(adapters_body, recurrent_body, recurrent_chunks, rows_body, sampling_body, scaled_body),
 )
 SHARED_KIB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
 """KiB that one program may use (CUDA C++ Programming Guide, technical specifications per compute capability)."""
@@ -193,6 +199,57 @@ def pass_experts(rows: int, bits: Any) -> Callable[[], object]:
         )
 
     return run
+
+
+class States(NamedTuple):
+    """A recurrent layer's heads."""
+
+    keys: int
+    values: int
+    key_dim: int
+    value_dim: int
+
+
+def recur(rule: str, heads: States, requests: int, tokens: int) -> Callable[[], object]:
+    """Return a run of a recurrent layer with `requests` of `tokens` each: convolution, rule, gate and norm."""
+    of_keys, of_values = heads.keys * heads.key_dim, heads.values * heads.value_dim
+    channels, count, by_channel = 2 * of_keys + of_values, requests * tokens, rule == "channel_delta_rule"
+
+    def vector(*shape: int) -> Tensor:
+        return floats(*shape, dtype=torch.float32)
+
+    def run() -> None:
+        limits, decays = (0.0, float("inf")), heads.values * (heads.key_dim if by_channel else 1)
+        of_heads: Any = DeltaHeads(vector(heads.values), vector(decays), vector(heads.value_dim), 1e-6)
+        given = [floats(count, 2 * heads.values), floats(count, of_values)]
+        if by_channel:
+            given = [floats(count, heads.values), floats(count, decays), floats(count, of_values)]
+        if rule == "state_space":
+            one = vector(heads.values)
+            of_heads = StateSpaceHeads(one, one, one, vector(of_values), of_values, 1e-5, True, limits)
+            given[0] = floats(count, heads.values)
+        caches = (
+            vector(8, heads.values, heads.key_dim, heads.value_dim),
+            vector(8, 3, channels),
+            vector(requests, 17, of_keys + of_values + decays),
+            vector(requests, 4, channels),
+        )
+        plan = recurrent.TritonStates(
+            torch.empty(requests + 1, dtype=torch.int32, device=META), StepStates.empty(requests, requests, META),
+            torch.empty(count, dtype=torch.int32, device=META), tokens == 1,
+        )  # fmt: skip
+        kernel = Convolution(vector(4, channels))
+        recurrent.convolved_rule(rule, floats(count, channels), kernel, (*given, of_heads), caches, plan)
+
+    return run
+
+
+RECURRENT = {
+    "delta rule": ("delta_rule", States(16, 32, 128, 128)),
+    "delta rule, decays by channel": ("channel_delta_rule", States(32, 32, 128, 128)),
+    "state space": ("state_space", States(8, 64, 128, 64)),
+    "state space of 256": ("state_space", States(1, 32, 256, 64)),
+}
 
 
 def multiply_scaled(rows: int, dtype: torch.dtype) -> Callable[[], object]:
@@ -344,6 +401,11 @@ def cases() -> list[Case]:
             for rows in (1, 64, 512)
         ),
         Case("codes of a row of 53248", lambda: scaled.encode_rows(floats(64, 53248), torch.int8), True),
+        *(
+            Case(f"{name}, {requests} requests of {tokens}", recur(*of_rule, requests, tokens), tokens == 1)
+            for name, of_rule in RECURRENT.items()
+            for requests, tokens in ((64, 1), (2, 512))
+        ),
         *(Case(f"rotation and cache write, heads of {size}", rotate(size), True) for size in heads),
         Case("norms of heads, rotation and cache write, heads of 128", normalize_and_rotate(128), True),
         *(Case(f"rotation and cache write, {name} cache", rotate(128, dtype), True) for name, dtype in CODES.items()),

@@ -69,7 +69,10 @@ class Engine:
         blocks = cache_kinds(config, spec, kind, plan.num_blocks)
         info = info.with_cache(blocks, shares_memory=True)
         counts = [0] * len(blocks.counts) if device.on_gpu else blocks.counts
-        cache = DeviceKVCache(spec, counts, config.block_size, kind, ops.device, blocks.kinds)
+        cache = DeviceKVCache(
+            spec, counts, config.block_size, kind, ops.device, blocks.kinds, max_rows=config.step.max_num_seqs,
+            most_proposed=blocks.most_proposed,
+        )  # fmt: skip
         tables = decoder_tables(spec.decoder, info.max_model_len, weights)
         rotations = DeviceRotations(tables, device.dtype, ops.device)
         runner = DeviceRunner(model, ops, cache, rotations, info, config.step.max_num_seqs)

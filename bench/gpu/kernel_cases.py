@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 import expert_cases
 import numpy as np
 import scaled_cases
+import state_cases
 import step_cases
 import torch
 import torch.nn.functional as F
@@ -39,7 +40,15 @@ def cases(device: Device) -> list[Case]:
         tiny += [*_ropes(device, 3, (4, 2), 16), *_normed_ropes(device, 3, (4, 2), 16), *step_cases.rows(device, 3, 40)]
         products = [*_products(device, 4, (40, 64), [3, 130]), *scaled_cases.cases(device, (40, 64), [3])]
         experts = expert_cases.cases(device, 4, 2, 48, 32, [3])
-        return [*tiny, *products, *experts, _adapters(device, 3, (48, 64), 2), *step_cases.sampling(device, 2, 70)]
+        states = [state_cases.case(device, (1, 2, 16), 2, tokens) for tokens in (1, 5)]
+        return [
+            *tiny,
+            *states,
+            *products,
+            *experts,
+            _adapters(device, 3, (48, 64), 2),
+            *step_cases.sampling(device, 2, 70),
+        ]
     return [
         *(case for rows in (256, 8192) for case in _norms(device, rows, 4096)),
         *(case for rows in (256, 8192) for case in _activations(device, rows, 14_336)),
@@ -53,6 +62,7 @@ def cases(device: Device) -> list[Case]:
         *expert_cases.cases(device, 128, 8, 2048, 768, [1, 64, 512]),
         *(_adapters(device, rows, (4096, 4096), 16) for rows in (1, 64, 256)),
         *step_cases.sampling(device, 256, 151_936),
+        *(state_cases.case(device, (16, 32, 128), *shape) for shape in ((64, 1), (256, 1), (1, 2048))),
     ]
 
 

@@ -14,7 +14,44 @@ from pagemill_kernels.linear.groups import CodeBlocks, GroupCodes
 from pagemill_models.spec.decoders import decoder_from_config
 from pagemill_models.spec.model_spec import ModelSpec
 
+HYBRID: dict[str, Any] = {
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "num_attention_heads": 16,
+    "head_dim": 256,
+    "vocab_size": 248_320,
+    "max_position_embeddings": 262_144,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000_000.0, "partial_rotary_factor": 0.25},
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+}
+"""What Qwen3.5 and Qwen3.6 have in common."""
 CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen3.5-9b": {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "num_hidden_layers": 32,
+        "hidden_size": 4096,
+        "intermediate_size": 12_288,
+        "num_key_value_heads": 4,
+        **HYBRID,
+    },
+    "qwen3.6-35b-a3b": {
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        "model_type": "qwen3_5_moe_text",
+        "num_hidden_layers": 40,
+        "hidden_size": 2048,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "num_key_value_heads": 2,
+        **HYBRID,
+    },
     "qwen3-0.6b": {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -115,11 +152,27 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 """config.json of published models, and of one that is small enough for the interpreter."""
+SMALL_STATES = {
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "num_hidden_layers": 2,
+}
 SMALL: dict[str, dict[str, int]] = {
+    "qwen3.5-9b": SMALL_STATES,
+    "qwen3.6-35b-a3b": {
+        **SMALL_STATES,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+    },
     "qwen3-30b-a3b": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "gpt-oss-20b": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16},
 }
-"""What else is small in the tiny form of a mixture of experts."""
+"""What else is small in the tiny form of a hybrid or a mixture of experts."""
 
 
 def config_of(name: str, num_layers: int | None = None, *, tiny: bool = False) -> dict[str, Any]:

@@ -25,6 +25,7 @@ ENGINE_LIBRARIES = ("msgspec", "psutil", "transformers", "pydantic", "zmq")
 UNIT = "tests passed"
 KERNEL_FILES = {
     "tests/kernels/test_distributed_ranks.py": "gpu or nccl",
+    "tests/kernels/test_triton_states.py": "",
     "tests/kernels/test_triton_adapters.py": "",
     "tests/kernels/test_expert_kernels.py": "",
     "tests/kernels/test_triton_attention.py": "",
@@ -40,6 +41,7 @@ ENGINE_FILES = {
     "tests/engine/model/test_restricted_sampling.py": "cuda",
     "tests/engine/model/test_sleep_memory.py": "gpus",
     "tests/engine/model/test_device_runner.py": "",
+    "tests/engine/model/test_device_hybrids.py": "",
     "tests/engine/model/test_triton_engine.py": "",
     "tests/engine/model/test_settled_memory.py": "",
 }

@@ -36,6 +36,8 @@ SECTIONS: dict[str, Entry] = {
     "steps-llama-3.1-8b": Entry(partial(sections.steps, "llama-3.1-8b"), 100),
     "steps-gpt-oss-20b": Entry(partial(sections.steps, "gpt-oss-20b"), 150),
     "steps-qwen3-30b-a3b": Entry(partial(sections.steps, "qwen3-30b-a3b"), 150, least_s=40),
+    "steps-qwen3.5-9b": Entry(partial(sections.steps, "qwen3.5-9b"), 120, least_s=40),
+    "steps-qwen3.6-35b-a3b": Entry(partial(sections.steps, "qwen3.6-35b-a3b"), 180, least_s=60),
     "attention": Entry(sections.attention, 90, KERNELS),
     "kernels": Entry(sections.kernels, 90, KERNELS),
     "offline-qwen3-0.6b": Entry(partial(offline, "qwen3-0.6b"), 240, SERVER, least_s=60),

@@ -22,7 +22,7 @@ from measuring import Device
 from models import CONFIGS, TINY, config_of, spec_of
 from own_tests import is_installed
 from rows import Section
-from workloads import Job, fixed, floor_bytes, nano, output_tokens, prefill_flops, read_bytes
+from workloads import Job, fixed, floor_bytes, nano, output_tokens, prefill_flops, read_bytes, state_bytes
 
 from engine import MAX_MODEL_LEN, MAX_SEQS, Engine, by_the_formulas
 from pagemill_models.spec.model_spec import ModelSpec
@@ -104,7 +104,8 @@ def steps(name: str, device: Device, section: Section) -> None:
         shape = f"step of {num_decodes} decodes at {CONTEXT} tokens{of_all}"
         num_steps = 2 if device.tiny else PROFILED_STEPS
         jobs = [Job(job.prompt_token_ids, 3 * num_steps) for job in _prompts(device, num_decodes, CONTEXT)]
-        num_bytes = read_bytes(config, spec, num_decodes) + num_decodes * CONTEXT * ours.kv_bytes_per_token
+        num_bytes = read_bytes(config, spec, num_decodes) + num_decodes * state_bytes(spec)
+        num_bytes += num_decodes * CONTEXT * ours.kv_bytes_per_token
         if not section.has(shape, "ms"):
             step_ms = 1000 * ours.driver.decode_s(jobs, num_steps)
             section.add(shape, "ms", step_ms, limit=1000 * num_bytes / device.bytes_per_s)

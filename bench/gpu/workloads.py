@@ -6,7 +6,8 @@ import math
 import random
 from typing import Any, NamedTuple
 
-from pagemill_models.spec.model_spec import ModelSpec
+from pagemill_models.declaration.caches import StateSpec
+from pagemill_models.spec.model_spec import STATE_VALUE_BYTES, ModelSpec
 
 BYTES = 2
 """Of a bfloat16 value."""
@@ -56,6 +57,12 @@ def read_bytes(config: dict[str, Any], spec: ModelSpec, num_rows: int) -> float:
     An embedding that is not the head as well is looked up, not read.
     """
     return BYTES * _parameters(config, spec, lambda share: 1 - (1 - share) ** num_rows)
+
+
+def state_bytes(spec: ModelSpec) -> float:
+    """Return the bytes of recurrent states that a decode of one request reads, and writes in each sixteenth step."""
+    states = (cache for _, cache in spec.decoder.caches() if isinstance(cache, StateSpec))
+    return (1 + 1 / 16) * STATE_VALUE_BYTES * sum(cache.num_values for cache in states)
 
 
 def prefill_flops(config: dict[str, Any], spec: ModelSpec, num_tokens: int) -> float:

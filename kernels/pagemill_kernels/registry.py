@@ -128,10 +128,15 @@ _IMPLEMENTATIONS: dict[str, dict[Backend, str]] = {
         "cpu_native": "torch_ops:paged_attention",
         "triton": "paged_attention.triton_launch:paged_attention",
     },
-    "plan_states": {"reference": "recurrent.plan:plan_states", "cpu_native": "torch_ops:plan_states"},
+    "plan_states": {
+        "reference": "recurrent.plan:plan_states",
+        "cpu_native": "torch_ops:plan_states",
+        "triton": "recurrent.triton_launch:plan_states",
+    },
     "causal_convolution": {
         "reference": "recurrent.reference:causal_convolution",
         "cpu_native": "torch_ops:causal_convolution",
+        "triton": "recurrent.triton_launch:causal_convolution",
     },
     "delta_rule": {"reference": "recurrent.reference:delta_rule", "cpu_native": "torch_ops:delta_rule"},
     "channel_delta_rule": {
@@ -166,6 +171,7 @@ _PACK_BLOCKS: dict[Backend, str] = {
     "cpu_bfloat16": "torch_ops:pack_blocks_for_bfloat16",
 }
 _NORM_ROPE_AND_STORE: dict[Backend, str] = {"triton": "rope.triton_launch:norm_rope_and_store"}
+_CONVOLVED_RULE: dict[Backend, str] = {"triton": "recurrent.triton_launch:convolved_rule"}
 _PACK_BLOCKS_FOR_DOTS: dict[Backend, str] = {"cpu_native": "torch_ops:pack_blocks_for_dots"}
 _PACK_SCALED: dict[Backend, dict[str, str]] = {
     "reference": {"w8a8": "scaled_linear.reference:pack_w8a8", "fp8": "scaled_linear.reference:pack_fp8"},
@@ -184,6 +190,7 @@ _ON_DEVICE: dict[Backend, dict[str, str]] = {
         "build_inputs": "request_rows.triton_launch:build_inputs",
         "advance_rows": "request_rows.triton_launch:advance_rows",
         "plan_attention": "paged_attention.triton_launch:plan_on_device",
+        "plan_states": "recurrent.triton_launch:plan_on_device",
         "draw_tokens": "sampling.triton_launch:draw_tokens",
         "report_logprobs": "sampling.triton_launch:report",
     },
@@ -216,6 +223,7 @@ class DeviceOps(NamedTuple):
     build_inputs: Callable[..., None]
     advance_rows: Callable[..., None]
     plan_attention: Callable[..., Any]
+    plan_states: Callable[..., Any]
     draw_tokens: Callable[..., Any]
     report_logprobs: Callable[..., Any]
 
@@ -257,6 +265,8 @@ class Ops(NamedTuple):
     """Packs `linear.groups.CodeBlocks`; None: this backend needs `GroupCodes` or floats."""
     norm_rope_and_store: Callable[..., None] | None = None
     """Normalises queries and keys in the pass of `rope_and_store`; None: this backend has no such pass."""
+    convolved_rule: Callable[..., Tensor] | None = None
+    """Computes a recurrent layer's rule with the convolution before it; None: this backend has no such pass."""
     weight_dtype: torch.dtype | None = None
     """Type of float matrices; None: the type that the model computes in."""
     weight_forms: WeightForms = WeightForms()
@@ -318,6 +328,7 @@ def ops_for(
         pack_codes=pack_codes,
         pack_blocks=pack_blocks,
         norm_rope_and_store=_optional(_NORM_ROPE_AND_STORE, backend),
+        convolved_rule=_optional(_CONVOLVED_RULE, backend),
         weight_dtype=weight_dtype,
         weight_forms=weight_forms(backend),
         device=_device(backend),

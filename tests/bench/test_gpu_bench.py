@@ -28,7 +28,16 @@ SECTIONS = [
         "steps-llama-3.1-8b",
         "steps-gpt-oss-20b",
     ),
-    *("steps-qwen3-30b-a3b", "attention", "kernels", "offline-qwen3-0.6b", "engine-qwen3-0.6b", "start-qwen3-0.6b"),
+    *(
+        "steps-qwen3-30b-a3b",
+        "steps-qwen3.5-9b",
+        "steps-qwen3.6-35b-a3b",
+        "attention",
+        "kernels",
+        "offline-qwen3-0.6b",
+        "engine-qwen3-0.6b",
+        "start-qwen3-0.6b",
+    ),
     *("engine-llama-3.1-8b", "engine-llama-3.2-1b"),
 ]
 IN_SAMPLE = ["smoke", "serve-qwen3-0.6b", "offline-llama-3.1-8b", "steps-gpt-oss-20b", "engine-qwen3-0.6b"]

@@ -15,7 +15,7 @@ from triton_device import HAS_GPU
 
 ROOT = Path(__file__).resolve().parents[2]
 KERNELS = ROOT / "kernels" / "pagemill_kernels"
-LAUNCH = re.compile(r"triton_body\.(\w+)\[")
+LAUNCH = re.compile(r"(?:triton|chunks)_body\.(\w+)\[")
 
 pytestmark = pytest.mark.skipif(HAS_GPU, reason="kernels of the interpreter are watched")
 

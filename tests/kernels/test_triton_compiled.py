@@ -31,6 +31,8 @@ OTHERS = {
     "experts 16 bits, 1 rows": EXPERTS,
     "linear fp8 by fp8, 512 rows": ["encode_rows", "multiply_scaled"],
     "draw after changes": ["draw"],
+    "delta rule, 64 requests of 1": ["step"],
+    "state space, 64 requests of 1": ["step", "finish_parts"],
 }
 """A name stands for all cases whose names contain it."""
 

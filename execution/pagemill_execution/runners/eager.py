@@ -151,7 +151,10 @@ class EagerRunner:
             for own, slots, table in zip(self.kv_cache.of_kinds, inputs.slots, inputs.block_tables, strict=False)
         ]
         caches = {window: of_kinds[number] for window, number in self._kind_of.items()}
-        states = None if self._states is None else self._states.gather(inputs, self._rows.num_computed_tokens)
+        states = None
+        if self._states is not None:
+            computed = self._rows.num_computed_tokens
+            states = self._states.gather(inputs.rows, inputs.query_start_loc, computed, inputs.proposed)
         return StepTokens(inputs.token_ids, inputs.positions, caches, states=states)
 
     def _batch(self, inputs: StepInputs, own: KindBlocks, block_table: NDArray[np.int32]) -> AttentionBatch:

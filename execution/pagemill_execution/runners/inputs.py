@@ -41,6 +41,15 @@ class StepInputs(NamedTuple):
     """[sampling requests]: proposed tokens, which are the last of the request's tokens; None: no request has some."""
 
     @property
+    def proposed(self) -> NDArray[np.int64] | None:
+        """Proposed tokens of all requests, as `num_proposed` has them of those that sample."""
+        if self.num_proposed is None:
+            return None
+        found = np.zeros(len(self.rows), dtype=np.int64)
+        found[self.sampling] = self.num_proposed
+        return found
+
+    @property
     def sampled_tokens(self) -> NDArray[np.int64]:
         """Indices of the tokens behind which a request samples, in the order of `sampling`."""
         last = self.query_start_loc[1:][self.sampling] - 1
@@ -223,14 +232,18 @@ class StateRows:
         elif index == self._boundaries[row] - 1:
             self._slots[row] = slot
 
-    def gather(self, inputs: StepInputs, num_computed: NDArray[np.int64]) -> StateBatch:
-        """Return what a step reads and writes, and count it as written."""
-        rows, boundaries, computed = inputs.rows, self._boundaries[inputs.rows], num_computed[inputs.rows]
-        accepted, proposed = computed - self._num_known[rows], None
-        if inputs.num_proposed is not None:
-            proposed = np.zeros(len(rows), dtype=np.int64)
-            proposed[inputs.sampling] = inputs.num_proposed
-        self._num_known[rows] = inputs.seq_lens if proposed is None else inputs.seq_lens - proposed
+    def gather(
+        self,
+        rows: NDArray[np.int64],
+        query_start_loc: NDArray[np.int64],
+        num_computed: NDArray[np.int64],
+        proposed: NDArray[np.int64] | None,
+    ) -> StateBatch:
+        """Return what a step of these rows reads and writes, and count it as written. `num_computed`: of all rows.
+        `proposed`: of the step's tokens of each, the last ones, which may be taken back."""
+        boundaries, computed = self._boundaries[rows], num_computed[rows]
+        accepted = computed - self._num_known[rows]
+        self._num_known[rows] = computed + np.diff(query_start_loc) - (0 if proposed is None else proposed)
         sources = self._slots[rows]
         writes: list[tuple[int, int, int]] = []
         for request, row in enumerate(rows.tolist()):
@@ -240,13 +253,14 @@ class StateRows:
                 self._writes[row] = []
         return StateBatch(
             rows,
-            inputs.query_start_loc,
+            query_start_loc,
             sources,
             computed - boundaries * self._block_size,
             np.array(writes, dtype=np.int64).reshape(-1, 3),
             self._block_size,
             accepted if accepted.any() else None,
             proposed,
+            computed,
         )
 
 

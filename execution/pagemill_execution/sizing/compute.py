@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 _MATMUL_TYPES: dict[str, MatmulType] = {"w8a8": "w8a8", "fp8": "fp8"}
 _MATMUL_NAMES: dict[MatmulType, str] = {"w8a8": "int8", "fp8": "fp8"}
+GPU_STATE_BLOCK = 16
+"""Tokens between the states that kernels for GPUs keep."""
 _GPU_ALONE = ("w8a8", "fp8")
 _FEATURE_NAMES: dict[Feature, str] = {
     "alibi": "ALiBi",
@@ -152,16 +154,18 @@ def check_recurrent(config: ExecutionConfig, spec: ModelSpec) -> None:
             f"`{spec.architecture}` keeps recurrent states, with which prompts are not pooled yet. Use a model of "
             "another family for embeddings and scores.",
         )
-    for field, value, wanted in (
-        ("device", config.device, "cpu"),
-        ("pipeline_parallel_size", config.pipeline_parallel_size, 1),
-    ):
-        if value not in (wanted, "auto") or (field == "device" and value == "auto" and _has_gpu()):
-            raise LoadError(
-                "SettingsUnsupported",
-                f"`{field}` {str(value).lower()} is not supported for `{spec.architecture}`, which keeps recurrent "
-                f"states. Set {field} to {str(wanted).lower()}.",
-            )
+    if config.pipeline_parallel_size != 1:
+        raise LoadError(
+            "SettingsUnsupported",
+            f"`pipeline_parallel_size` {config.pipeline_parallel_size} is not supported for `{spec.architecture}`, "
+            "which keeps recurrent states. Set pipeline_parallel_size to 1.",
+        )
+    if config.block_size != GPU_STATE_BLOCK and _wants_gpu(config):
+        raise LoadError(
+            "SettingsUnsupported",
+            f"`block_size` {config.block_size} is not supported for `{spec.architecture}` on a GPU, whose kernels keep "
+            f"recurrent states every {GPU_STATE_BLOCK} tokens. Set block_size to {GPU_STATE_BLOCK} or device to cpu.",
+        )
 
 
 def check_by_transformers(config: ExecutionConfig, spec: ModelSpec) -> None:

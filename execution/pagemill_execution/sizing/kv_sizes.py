@@ -77,7 +77,10 @@ def cache_kinds(
     total = num_blocks * sum(each.block_bytes for each in kinds if not each.state)
     if not kinds[-1].state:
         return divide(kinds, total, longest, config.step, config.block_size)
+    least = 0 if config.device == "cpu" else 1
+    """On a device logs are rings, in which no token takes the place of one that is read."""
     most_proposed, is_default = most_proposed_of(config, spec, total), config.speculative == SpeculationConfig()
+    most_proposed = max(least, most_proposed)
     try:
         divided = divide(kinds_with(most_proposed), total, longest, config.step, config.block_size)
         if is_default:
@@ -86,8 +89,8 @@ def cache_kinds(
     except LoadError:
         if not is_default:
             raise
-        most_proposed = 0  # the default refuses nothing
-        divided = divide(kinds, total, longest, config.step, config.block_size)
+        most_proposed = least  # the default refuses nothing
+        divided = divide(kinds_with(least), total, longest, config.step, config.block_size)
     return divided._replace(most_proposed=most_proposed)
 
 

@@ -73,7 +73,10 @@ def _load(files: ModelFiles, compute: Compute) -> Runner:
     info = runner_info(prepared, spec, max_model_len, weight_bytes(model), ops.device.type)
     info = info.with_cache(cache, shares_memory=True)
     counts = (0,) * len(cache.counts) if compiles else cache.counts
-    kv_cache = DeviceKVCache(spec, counts, config.block_size, compute.kv_dtype, ops.device, cache.kinds)
+    kv_cache = DeviceKVCache(
+        spec, counts, config.block_size, compute.kv_dtype, ops.device, cache.kinds,
+        max_rows=config.step.max_num_seqs, most_proposed=cache.most_proposed,
+    )  # fmt: skip
     rotations = DeviceRotations(tables, dtype, ops.device)
     adapters = None
     if config.enable_lora:

@@ -181,8 +181,9 @@ def _load(
     info = info._replace(max_model_len=max_model_len, weight_bytes=weight_bytes(model)).with_cache(cache)
     counts = (0,) * len(cache.counts) if compiles else cache.counts
     kv_cache = DeviceKVCache(
-        part.spec, counts, config.block_size, compute.kv_dtype, ops.device, cache.kinds, part.place.layers[0]
-    )
+        part.spec, counts, config.block_size, compute.kv_dtype, ops.device, cache.kinds, part.place.layers[0],
+        config.step.max_num_seqs, cache.most_proposed,
+    )  # fmt: skip
     rotations = DeviceRotations(decoder_tables(part.spec.decoder, max_model_len, own), dtype, ops.device)
     adapters = None
     if store is not None:

@@ -29,9 +29,18 @@ class StateBatch(NamedTuple):
     their logs; None: no request has some."""
     num_proposed: Ints | None = None
     """[requests]: of their tokens, the last ones, which the next step may take back; None: no request has some."""
+    num_computed: Ints | None = None
+    """[requests]: tokens before the step; only devices need them."""
 
     @property
     def write_starts(self) -> Ints:
         """[requests + 1]: first of the writes of each."""
         counts = np.bincount(self.writes[:, 0], minlength=len(self.rows))
         return np.concatenate(([0], np.cumsum(counts)))
+
+
+_NOTHING = np.zeros(0, dtype=np.int64)
+NO_STATES = StateBatch(
+    _NOTHING, np.zeros(1, dtype=np.int64), _NOTHING, _NOTHING, _NOTHING.reshape(0, 3), 1, num_computed=_NOTHING
+)
+"""Of a step without requests."""

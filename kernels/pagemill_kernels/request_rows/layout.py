@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pagemill_kernels.recurrent.device_batch import StepStates
 from pagemill_kernels.sampling.batch import NUM_SETTINGS
 from pagemill_kernels.sampling.filters import DRAWS
 
@@ -41,12 +42,21 @@ class RowLayout(NamedTuple):
     tokens_width: int
     num_kinds: int = 1
     """Block tables of a row."""
+    states_every: int | None = None
+    """Tokens of the blocks behind which recurrent layers keep states; None: the model has none."""
+    most_proposed: int = 0
 
     @classmethod
     def of(cls, max_rows: int, max_model_len: int, block_size: int, num_kinds: int = 1) -> RowLayout:
         """Return the layout for these limits. A full row may be sampled from once more."""
         width = aligned(-(-max_model_len // block_size) + 1)
         return cls(max_rows + 1, width, aligned(max_model_len + 1), num_kinds)
+
+    def most_writes(self, num_tokens: int, num_requests: int) -> int | None:
+        """Return how many states a step may write: one behind each block that its tokens, or those that were accepted
+        before it, complete."""
+        size = self.states_every
+        return None if size is None else num_tokens // size + num_requests * (2 + self.most_proposed // size)
 
     @property
     def padding_row(self) -> int:
@@ -126,11 +136,14 @@ class DeviceStepInputs:
     """int64 [sampled]: index of the token in the step behind which each token is sampled."""
     settings: Tensor
     """int32 [NUM_SETTINGS * sampled], one setting after another."""
+    states: StepStates | None = None
+    """None: no layer is recurrent."""
 
     @classmethod
     def empty(
         cls, num_tokens: int, num_requests: int, num_sampled: int, layout: RowLayout, device: torch.device
     ) -> DeviceStepInputs:
+        most = layout.most_writes(num_tokens, num_requests)
         kinds, width = layout.num_kinds, layout.table_width
         ids = torch.empty(2 + kinds, aligned(num_tokens), dtype=torch.int64, device=device)
         return cls(
@@ -142,6 +155,7 @@ class DeviceStepInputs:
             block_tables=torch.empty(kinds, num_requests, width, dtype=torch.int32, device=device),
             last_tokens=torch.empty(num_sampled, dtype=torch.int64, device=device),
             settings=torch.empty(NUM_SETTINGS * num_sampled, dtype=torch.int32, device=device),
+            states=None if most is None else StepStates.empty(num_requests, most, device),
         )
 
     def first(self, num_tokens: int, num_requests: int) -> DeviceStepInputs:
@@ -155,6 +169,7 @@ class DeviceStepInputs:
             block_tables=self.block_tables[:, :num_requests],
             last_tokens=self.last_tokens,
             settings=self.settings,
+            states=None if self.states is None else self.states.first(num_requests),
         )
 
 

@@ -71,6 +71,19 @@ def test_greedy_answers_on_hybrids_equal_pefts(case: str, bases: Any, tmp_path: 
     assert engine.greedy(PROMPTS, digests * 2) == [tokens for tokens, _ in expected]
 
 
+@pytest.mark.full
+def test_adapters_on_a_device_give_the_answers_of_the_cpu(bases: Any, tmp_path: Path) -> None:
+    base, settings = bases("qwen3.5"), CASES["qwen3.5"][1]
+    folders = [write_adapter(base, tmp_path / str(seed), seed, **settings).folder for seed in (1, 2)]
+    answers = []
+    for device in ("cpu", "cuda"):
+        engine = Engine(base.folder, device=device, num_kv_blocks=48, max_model_len=48, max_num_seqs=4)
+        digests = ["", *(engine.load(folder) for folder in folders)]
+        answers.append(engine.greedy(PROMPTS[:3], digests, 3))
+    assert answers[0] == answers[1]
+    assert len({tuple(tokens) for tokens in answers[0]}) == 3
+
+
 @pytest.mark.parametrize("is_faulty", [False, True], ids=["", "all adapters share states"])
 def test_states_are_those_of_one_adapter(
     is_faulty: bool, bases: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

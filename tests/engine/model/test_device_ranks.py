@@ -23,6 +23,7 @@ import pytest
 import torch
 from device_rank import Plan, ReplayRecorder
 from hung_processes import hang
+from hybrid_models import ALL, write_hybrid
 from node_engine import NodeProcess, load_first, node_config, of_node
 from oracle_proposer import oracle
 from ranked_engine import BASE, SETTINGS, Engine, prompts_of, saved
@@ -187,6 +188,16 @@ def test_devices_answer_what_one_does_whatever_is_asked(
                 # Sums over ranks round differently from one device's.
                 np.testing.assert_allclose(ours.logprobs, other.logprobs, atol=2e-3)
     assert set(expected[0]["few allowed"][0]) <= {3, 64, 65, 66, 130}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["qwen3.5", "bamba"])
+def test_devices_divide_heads_with_states(name: str, tmp_path: Path, devices: Load, runner_loader: Any) -> None:
+    write_hybrid(*ALL[name], tmp_path)
+    single = runner_loader(tmp_path, **SETTINGS)
+    expected = Engine(single).run(prompts_of(1)[:2], SHORT)
+    single.close()
+    assert Engine(devices(tmp_path)).run(prompts_of(1)[:2], SHORT) == expected
 
 
 @pytest.mark.full

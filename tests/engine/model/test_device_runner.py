@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_llama import write_tiny_llama
-from triton_device import DEVICE, NO_FP8
+from triton_device import DEVICE, NO_FP8, ReplayRecorder
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loop.core import EngineCore
@@ -150,7 +150,7 @@ def test_a_step_uses_tokens_that_were_not_read(runner: Any) -> None:
 
 def test_the_host_keeps_no_token_and_no_block(runner: Any) -> None:
     kept = {name for name, value in vars(runner._rows).items() if hasattr(value, "nbytes")}
-    assert kept == {"num_tokens", "num_prompt_tokens", "num_blocks"}
+    assert kept == {"num_tokens", "num_prompt_tokens", "num_computed_tokens", "num_blocks"}
 
 
 def test_the_number_of_generated_tokens_of_a_row_is_known_before_they_are_read() -> None:
@@ -205,28 +205,6 @@ def test_an_unchanged_decode_is_not_uploaded_again(load: Callable[..., Any], mon
 
 
 # -- CUDA graphs of decodes --------------------------------------------------------------------------------------
-
-
-class ReplayRecorder:
-    """Replaces CUDA graphs if there is no device: a captured function runs again on the same buffers."""
-
-    def __init__(self) -> None:
-        self.num_recorded = 0
-        self.num_run = 0
-        self.errors: list[Exception] = []
-        """The errors that the next replays raise."""
-
-    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        self.num_recorded += 1
-        run()
-
-        def again() -> None:
-            self.num_run += 1
-            if self.errors:
-                raise self.errors.pop()
-            run()
-
-        return again
 
 
 @pytest.mark.slow

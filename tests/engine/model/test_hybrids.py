@@ -159,7 +159,8 @@ def test_every_backend_equals_transformers(
 
 
 def ask(name: str, prompt: list[int], points: tuple[int, ...] = (), **more: Any) -> GenerateRequest:
-    sampling = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, **more.pop("sampling", {}))
+    asked = {"max_tokens": NUM_TOKENS} | more.pop("sampling", {})
+    sampling = SamplingParams(temperature=0.0, ignore_eos=True, **asked)
     return GenerateRequest(
         request_id=name, model="m", prompt_token_ids=prompt, sampling=sampling, reuse_points=list(points), **more
     )
@@ -194,9 +195,10 @@ class Core:
         return found
 
 
-def test_turns_of_a_chat_resume_behind_the_text_that_they_share(load: Load) -> None:
-    """The next turn has neither the generation prompt nor the reasoning of the last one: it resumes at the history's
-    end, of which at least 95 % is a hit; a system prompt is a hit at its second use."""
+@pytest.mark.parametrize("drops", [True, False], ids=["dropped reasoning", "kept text"])
+def test_turns_of_a_chat_resume_behind_the_text_that_they_share(load: Load, drops: bool) -> None:
+    """Where the next turn has neither the generation prompt nor the reasoning of the last one, it resumes at the
+    history's end, else at the answer's, of which at least 95 % is a hit; a system prompt is a hit at its second use."""
     hybrid = load("qwen3.5-moe")
     core, system = Core(hybrid), prompts_of((70,))[0]
     for chat in range(2):
@@ -205,12 +207,13 @@ def test_turns_of_a_chat_resume_behind_the_text_that_they_share(load: Load) -> N
         for turn in range(1 if chat else 10):
             history += [20 + chat, turn, 7]
             prompt = [*history, 1, 2, 3]  # what asks for the answer, which the next turn does not have
-            served = core.serve(ask(f"{chat}.{turn}", prompt, (len(system), len(history))))[f"{chat}.{turn}/0"]
+            name, points = f"{chat}.{turn}", (len(system), len(history))
+            served = core.serve(ask(name, prompt, points, sampling={"max_tokens": 12}))[f"{name}/0"]
             check_greedy(hybrid.reference, prompt, served.token_ids)
             assert kept - BLOCK < served.num_cached <= kept
             shared, hits = shared + kept // BLOCK * BLOCK, hits + served.num_cached
-            kept = len(history)
-            history += served.token_ids[4:10]
+            kept = len(history) if drops else len(prompt) + len(served.token_ids) - 1
+            history = [*history, *served.token_ids[4:10]] if drops else [*prompt, *served.token_ids]
         assert hits >= 0.95 * shared
 
 
@@ -362,21 +365,15 @@ def test_states_that_do_not_fit_are_refused_with_the_sequences_that_would(
         runner_loader(folder, num_kv_blocks=3)
 
 
-@pytest.mark.parametrize(
-    ("setting", "value"),
-    [
-        ("pipeline_parallel_size", 2),
-        ("device", "cuda"),
-    ],
-)
 def test_what_is_not_supported_with_states_is_refused_by_name(
-    setting: str, value: Any, load: Load, runner_loader: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    load: Load, runner_loader: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = load("qwen3.5-moe").folder
     monkeypatch.setattr("pagemill_execution.sizing.sizing.open_weights", None)  # no weight is read
-    converted = msgspec.convert({"model": "m", setting: value}, EngineConfig)
-    with pytest.raises(LoadError, match=f"`{setting}.*which keeps recurrent states. Set {setting}"):
-        runner_loader(folder, **{setting: getattr(converted, setting)})
+    with pytest.raises(LoadError, match=r"`pipeline_parallel_size.*which keeps recurrent states. Set pipeline_para"):
+        runner_loader(folder, pipeline_parallel_size=2)
+    with pytest.raises(LoadError, match=r"`block_size` 32.*recurrent states every 16 tokens. Set block_size to 16"):
+        runner_loader(folder, device="cuda", block_size=32)
 
 
 @pytest.mark.parametrize(

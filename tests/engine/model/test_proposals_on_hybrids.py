@@ -305,6 +305,9 @@ FAULTS: dict[str, Callable[[], Callable[[StateBatch], StateBatch]]] = {
 def test_planted_faults_are_found(
     runner: Any, tokenizer: Tokenizer, plain: Served, proposals: Oracle, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    has_log = any(cache.log.size for cache in inner(runner).kv_cache.layers if isinstance(cache, StateArrays))
+    if "log" in fault and not has_log:
+        pytest.skip("a convolution alone has no log; its count of tokens only places windows, which hits read")
     gather, extend = StateRows.gather, CacheManager._extend
     if fault in FAULTS:
         change = FAULTS[fault]()
@@ -315,5 +318,4 @@ def test_planted_faults_are_found(
         found = Served(runner, tokenizer, proposals(0.15))
     except (IntegrityError, RuntimeError):
         return
-    has_log = any(cache.log.size for cache in inner(runner).kv_cache.layers if isinstance(cache, StateArrays))
-    assert (found.answers != plain.answers) is (has_log or "log" not in fault), "a convolution alone has no log"
+    assert found.answers != plain.answers

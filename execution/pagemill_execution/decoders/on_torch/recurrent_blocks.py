@@ -6,13 +6,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagemill_execution.decoders.on_torch.context import ForwardContext
+from pagemill_execution.decoders.on_torch.context import ForwardContext, StateTensors
 from pagemill_execution.decoders.on_torch.layers import Layer, Linear, Norm, Taps, VectorWeights
+from pagemill_execution.decoders.tensors import TensorSource
 from pagemill_kernels.recurrent.reference import Convolution, DeltaHeads
 from pagemill_kernels.recurrent.state_space import StateSpaceHeads
 from pagemill_kernels.registry import Ops
@@ -23,10 +25,27 @@ from pagemill_models.declaration.caches import (
     StateSpaceSpec,
 )
 
+Places = tuple[StateTensors, Any]
+"""What a recurrent layer keeps, and the plan of the step's rows."""
 
-def decays(stored: VectorWeights) -> Tensor:
-    """Return the factors of steps from their stored logarithms, correctly rounded: other arithmetic has the same."""
-    return -stored.values.flatten().double().exp().float()
+
+class Decays(VectorWeights):
+    """The factors of steps, from their stored logarithms; correctly rounded, as other arithmetic has the same."""
+
+    def load(self, source: TensorSource) -> None:
+        super().load(source)
+        self.values = -self.values.flatten().double().exp().float()
+
+
+def recur(ops: Ops, rule: str, x: Tensor, kernel: Convolution, others: tuple[Any, ...], context: Places) -> Tensor:
+    """Return the outputs of a rule over convolved inputs, in one pass where the device has one. `others`: the
+    arguments of its operation between its inputs and its states."""
+    cache, plan = context
+    if ops.convolved_rule is not None:
+        return ops.convolved_rule(rule, x, kernel, others, (cache.states, cache.windows, cache.log, cache.inputs), plan)
+    x = ops.causal_convolution(x, kernel, cache.windows, cache.inputs, plan)
+    out: Tensor = getattr(ops, rule)(x, *others, cache.states, cache.log, plan)
+    return out
 
 
 class DeltaRule:
@@ -41,22 +60,19 @@ class DeltaRule:
         self.rates = Linear(spec.rates, ops, dtype, number + 1)
         self.output = Linear(spec.output, ops, dtype, number + 2)
         self.taps = Taps(spec.convolutions, spec.width, ops)
-        self.decay = VectorWeights(f"{spec.name}.A_log", heads, ops)
+        self.decay = Decays(f"{spec.name}.A_log", heads, ops)
         self.bias = VectorWeights(f"{spec.name}.dt_bias", heads, ops)
-        self.norm = Norm(spec.norm, ops, dtype)
+        self.norm = Norm(spec.norm, ops, torch.float32)
 
     def layers(self) -> Iterator[Layer]:
         yield from (self.inputs, self.rates, self.output, self.taps, self.decay, self.bias, self.norm)
 
     def inner(self, x: Tensor, context: ForwardContext) -> Tensor:
-        spec, plan, cache = self.spec, context.states, context.state(self._layer)
+        spec = self.spec
         mixed, gate = torch.split(self.inputs(x, context), [spec.channels, spec.num_value_heads * spec.value_dim], -1)
-        mixed = self._ops.causal_convolution(mixed, Convolution(self.taps.values), cache.windows, cache.inputs, plan)
-        heads = DeltaHeads(
-            decays(self.decay), self.bias.values, self.norm.weight.float(), self.norm.eps, spec.rate_scale
-        )
-        rates = self.rates(x, context)
-        out = self._ops.delta_rule(mixed, rates, gate, heads, cache.states, cache.log, plan)
+        heads = DeltaHeads(self.decay.values, self.bias.values, self.norm.weight, self.norm.eps, spec.rate_scale)
+        others, places = (self.rates(x, context), gate, heads), (context.state(self._layer), context.states)
+        out = recur(self._ops, "delta_rule", mixed, Convolution(self.taps.values), others, places)
         return out.to(self.dtype).view(len(x), -1)
 
 
@@ -71,23 +87,21 @@ class ChannelDeltaRule:
         self.inputs, self.rates, self.decay_down, self.decay_up, self.gate_down, self.gate_up, self.output = products
         heads = spec.num_value_heads
         self.taps = Taps(spec.convolutions, spec.width, ops)
-        self.decay = VectorWeights(f"{spec.decay_name}.A_log", (1, 1, heads, 1), ops)
+        self.decay = Decays(f"{spec.decay_name}.A_log", (1, 1, heads, 1), ops)
         self.bias = VectorWeights(f"{spec.decay_name}.dt_bias", (heads * spec.key_dim,), ops)
-        self.norm = Norm(spec.norm, ops, dtype)
+        self.norm = Norm(spec.norm, ops, torch.float32)
 
     def layers(self) -> Iterator[Layer]:
         yield from (self.inputs, self.rates, self.decay_down, self.decay_up, self.gate_down, self.gate_up, self.output)
         yield from (self.taps, self.decay, self.bias, self.norm)
 
     def inner(self, x: Tensor, context: ForwardContext) -> Tensor:
-        plan, cache = context.states, context.state(self._layer)
-        mixed = self.inputs(x, context)
-        mixed = self._ops.causal_convolution(mixed, Convolution(self.taps.values), cache.windows, cache.inputs, plan)
-        heads = DeltaHeads(decays(self.decay), self.bias.values, self.norm.weight.float(), self.norm.eps)
+        mixed, kernel = self.inputs(x, context), Convolution(self.taps.values)
+        heads = DeltaHeads(self.decay.values, self.bias.values, self.norm.weight, self.norm.eps)
         steps = self.decay_up(self.decay_down(x, context).to(self.dtype), context)
         gates = self.gate_up(self.gate_down(x, context).to(self.dtype), context)
-        rates = self.rates(x, context)
-        out = self._ops.channel_delta_rule(mixed, rates, steps, gates, heads, cache.states, cache.log, plan)
+        others, places = (self.rates(x, context), steps, gates, heads), (context.state(self._layer), context.states)
+        out = recur(self._ops, "channel_delta_rule", mixed, kernel, others, places)
         return out.to(self.dtype).view(len(x), -1)
 
 
@@ -103,31 +117,30 @@ class StateSpace:
         self.output = Linear(spec.output, ops, dtype, number + 1)
         self.taps = Taps({f"{spec.name}.conv1d": spec.channels}, spec.width, ops)
         self.tap_bias = VectorWeights(f"{spec.name}.conv1d.bias", (spec.channels,), ops) if spec.bias else None
-        self.decay = VectorWeights(f"{spec.name}.A_log", heads, ops)
+        self.decay = Decays(f"{spec.name}.A_log", heads, ops)
         self.skip = VectorWeights(f"{spec.name}.D", heads, ops)
         self.bias = VectorWeights(f"{spec.name}.dt_bias", heads, ops)
-        self.norm = None if spec.norm is None else Norm(spec.norm, ops, dtype)
+        self.norm = None if spec.norm is None else Norm(spec.norm, ops, torch.float32)
         self._scales = None
         if spec.scales is not None:
-            self._scales = torch.tensor(spec.scales).repeat_interleave(torch.tensor(spec.input_sizes))
+            self._scales = torch.tensor(spec.scales).repeat_interleave(torch.tensor(spec.input_sizes)).to(ops.device)
 
     def layers(self) -> Iterator[Layer]:
         yield from (self.inputs, self.output, self.taps, self.decay, self.skip, self.bias)
         yield from (each for each in (self.tap_bias, self.norm) if each is not None)
 
     def inner(self, x: Tensor, context: ForwardContext) -> Tensor:
-        spec, plan, cache = self.spec, context.states, context.state(self._layer)
+        spec, places = self.spec, (context.state(self._layer), context.states)
         inputs = self.inputs(x, context)
         if self._scales is not None:
             inputs = inputs * self._scales
         of_heads = spec.num_value_heads * spec.head_dim
         gates, mixed, steps = torch.split(inputs, [of_heads, spec.channels, spec.num_value_heads], -1)
         kernel = Convolution(self.taps.values, None if self.tap_bias is None else self.tap_bias.values)
-        mixed = self._ops.causal_convolution(mixed, kernel, cache.windows, cache.inputs, plan)
         if spec.norm_heads is None:
-            out = self._ops.state_space(mixed, steps, gates, self._heads(self.norm), cache.states, cache.log, plan)
+            out = recur(self._ops, "state_space", mixed, kernel, (steps, gates, self._heads(self.norm)), places)
         else:
-            out = self._ops.state_space(mixed, steps, None, self._heads(None), cache.states, cache.log, plan)
+            out = recur(self._ops, "state_space", mixed, kernel, (steps, None, self._heads(None)), places)
             out = self._normed_by_ranks(out, gates, *spec.norm_heads, context)
         return out.to(self.dtype).view(len(x), -1)
 
@@ -143,20 +156,20 @@ class StateSpace:
         assert group is not None
         gate = F.silu(gates.float().reshape(out.shape))
         out = out * gate if spec.gates_first else out
-        part = torch.arange(first, first + spec.num_value_heads) * spec.norm_parts // num_heads
-        squares = torch.zeros(len(out), spec.norm_parts).index_add_(1, part, out.square().sum(-1))
+        part = torch.arange(first, first + spec.num_value_heads, device=out.device) * spec.norm_parts // num_heads
+        squares = torch.zeros(len(out), spec.norm_parts, device=out.device).index_add_(1, part, out.square().sum(-1))
         group.all_reduce(squares)
         scale = torch.rsqrt(squares * (spec.norm_parts / (num_heads * spec.head_dim)) + norm.eps)
-        out = out * scale[:, part, None] * norm.weight.float().view(spec.num_value_heads, spec.head_dim)
+        out = out * scale[:, part, None] * norm.weight.view(spec.num_value_heads, spec.head_dim)
         return out if spec.gates_first else out * gate
 
     def _heads(self, norm: Norm | None) -> StateSpaceHeads:
         spec = self.spec
         return StateSpaceHeads(
-            decays(self.decay),
+            self.decay.values,
             self.bias.values,
             self.skip.values,
-            None if norm is None else norm.weight.float(),
+            None if norm is None else norm.weight,
             spec.num_value_heads * spec.head_dim // spec.norm_parts,
             0.0 if norm is None else norm.eps,
             spec.gates_first,

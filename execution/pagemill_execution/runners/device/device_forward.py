@@ -133,11 +133,19 @@ class DeviceForward:
             hidden=given,
             adapters=adapters,
             group=self._neighbours.stage,
+            states=self._states_of(inputs, longest),
         )
         found = self._model.forward_layers(self._layers, inputs.token_ids, context)
         if behind is not None:
             behind.send(found, 1 - behind.rank)
         return found
+
+    def _states_of(self, inputs: DeviceStepInputs, longest: int) -> Any:
+        """Return the plan of recurrent layers; None: there are none."""
+        if inputs.states is None:
+            return None
+        num_tokens, plan = len(inputs.token_ids), self._on_device.plan_states
+        return plan(inputs.query_start_loc, inputs.states, num_tokens, longest, self._block_size)
 
     def _given(self, num_tokens: int) -> Tensor | None:
         """Return the hidden states that the rank before this one sends; None: this one embeds tokens."""

@@ -11,10 +11,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from pagemill_execution.runners.inputs import StateRows
 from pagemill_execution.runners.row_adapters import RowAdapters
 from pagemill_execution.sampling.rows import SamplingRows
 from pagemill_execution.sampling.runs import ranges
 from pagemill_execution.step import AdmittedSequence, StepPlan
+from pagemill_kernels.recurrent.batch import StateBatch
 from pagemill_kernels.request_rows import layout
 from pagemill_kernels.request_rows.layout import RowLayout
 from pagemill_kernels.request_rows.staging import Staging
@@ -71,12 +73,16 @@ class DeviceStep(NamedTuple):
 class DeviceRows:
     """A fixed number of rows; a request keeps its row from admission to release."""
 
-    def __init__(self, row_layout: RowLayout, adapters: RowAdapters | None = None) -> None:
+    def __init__(
+        self, row_layout: RowLayout, adapters: RowAdapters | None = None, states: StateRows | None = None
+    ) -> None:
+        """`states`: of recurrent layers, whose kind is the last one of a plan's tables; None: there are none."""
         self.layout = row_layout
-        self._adapters = adapters
+        self._adapters, self._states = adapters, states
         max_rows = row_layout.padding_row
         self.num_tokens = np.zeros(max_rows, dtype=np.int64)
         self.num_prompt_tokens = np.zeros(max_rows, dtype=np.int64)
+        self.num_computed_tokens = np.zeros(max_rows, dtype=np.int64)
         self.num_blocks = np.zeros((row_layout.num_kinds, max_rows), dtype=np.int64)
         self._row_of: dict[str, int] = {}
         self._free = list(range(max_rows - 1, -1, -1))
@@ -104,7 +110,10 @@ class DeviceRows:
                 self._adapters.release((row,))
         for admitted in plan.admitted:
             self._admit(admitted, sampling, staging)
-        for kind, changes in enumerate(plan.tables):
+        if self._states is not None:
+            for request_id, index, slot in plan.tables[-1].placed if plan.tables else ():
+                self._states.change(self._row_of[request_id], index, slot)
+        for kind, changes in enumerate(plan.tables[: self._num_tables(len(plan.tables))]):
             num_blocks = self.num_blocks[kind]
             for request_id, block_ids in changes.appended.items():
                 row = self._row_of[request_id]
@@ -115,6 +124,18 @@ class DeviceRows:
         for request_id, proposed in plan.proposals.items():
             row = self._row_of[request_id]
             staging.put(self.layout.token(row, int(self.num_tokens[row])), proposed)
+
+    def _num_tables(self, num_kinds: int) -> int:
+        """Return how many of a plan's kinds have block tables here."""
+        return num_kinds - (self._states is not None)
+
+    def states_of(self, step: DeviceStep) -> StateBatch | None:
+        """Return what a step reads and writes of recurrent layers, and count it as written; None: there are none."""
+        if self._states is None:
+            return None
+        proposed = np.maximum(np.diff(step.sample_start_loc).astype(np.int64) - 1, 0)
+        rows, starts = step.rows.astype(np.int64), step.query_start_loc.astype(np.int64)
+        return self._states.gather(rows, starts, self.num_computed_tokens, proposed if proposed.any() else None)
 
     def step(self, plan: StepPlan) -> DeviceStep:
         """Return the plan's step; the previous object, if it is the same step of the same rows."""
@@ -150,29 +171,37 @@ class DeviceRows:
         return places
 
     def advance(self, step: DeviceStep) -> None:
-        """Count the token that the device appends to each sampling request; `accept` counts those that were
-        proposed."""
+        """Count the step's tokens as computed, without proposed ones, and the token that the device appends to each
+        sampling request; `accept` counts those that were proposed."""
+        widths = np.diff(step.sample_start_loc)
+        self.num_computed_tokens[step.rows] += np.diff(step.query_start_loc) - np.maximum(widths - 1, 0)
         self.num_tokens[step.rows[step.sampling]] += 1
 
     def accept(self, request_id: str, num_tokens: int) -> None:
         """Count the proposed tokens that a request sampled, unless it has been released since."""
         if request_id in self._row_of:
-            self.num_tokens[self._row_of[request_id]] += num_tokens
+            row = self._row_of[request_id]
+            self.num_tokens[row] += num_tokens
+            self.num_computed_tokens[row] += num_tokens
 
     def _admit(self, admitted: AdmittedSequence, sampling: SamplingRows, staging: Staging) -> None:
         self._decode = None
         row = self._row_of.get(admitted.request_id)
+        is_new = row is None
         if row is None:
             if not self._free:
                 raise RuntimeError(f"{len(self._row_of)} requests hold all rows; raise max_num_seqs")
             row = self._row_of[admitted.request_id] = self._free.pop()
         self.num_tokens[row] = len(admitted.token_ids)
         self.num_prompt_tokens[row] = admitted.num_prompt_tokens
+        self.num_computed_tokens[row] = admitted.num_computed_tokens
+        if self._states is not None:
+            self._states.admit(row, admitted, is_new=is_new)
         sampling.admit(row, admitted)
         if self._adapters is not None:
             self._adapters.admit(row, admitted.adapter_digest)
         staging.put(self.layout.record(row), _record(row, admitted, sampling))
-        for kind, held in enumerate(admitted.tables):
+        for kind, held in enumerate(admitted.tables[: self._num_tables(len(admitted.tables))]):
             self.num_blocks[kind, row] = held.first + len(held.block_ids)
             staging.put(self.layout.block(row, held.first, kind), held.block_ids)
         staging.put(self.layout.token(row, 0), admitted.token_ids)

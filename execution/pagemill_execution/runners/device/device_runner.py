@@ -29,6 +29,7 @@ from pagemill_execution.runners.device.device_rows import DeviceRows, DeviceStep
 from pagemill_execution.runners.device.graphs import CapturedGraph, GraphCapturer, GraphShape, StepGraphs
 from pagemill_execution.runners.device.sleeping import SleepingModel
 from pagemill_execution.runners.errors import DeviceLostError, StepSkippedError
+from pagemill_execution.runners.inputs import StateRows
 from pagemill_execution.runners.prompt_logprobs import PromptRows, by_request, piece_rows
 from pagemill_execution.runners.results import result_of, result_of_runs
 from pagemill_execution.sampling.rows import SamplingRows
@@ -37,6 +38,7 @@ from pagemill_execution.sampling.sampler import by_row, mask_rows
 from pagemill_execution.step import AdmittedSequence, StepPlan, StepResult, TokenLogprobs
 from pagemill_kernels.adapters.triton_launch import TritonAdapterRows
 from pagemill_kernels.gpu.launch import upload
+from pagemill_kernels.recurrent.batch import NO_STATES, StateBatch
 from pagemill_kernels.registry import Ops
 from pagemill_kernels.request_rows.layout import DeviceStepInputs, RowLayout, RowState, StepRows
 from pagemill_kernels.request_rows.staging import Staging
@@ -157,8 +159,7 @@ class DeviceRunner:
                 drawn = self._drawn(logits, SamplingBatch(), inputs.settings, self._sampling, all_requests)
                 self._on_device.advance_rows(self._state, at, drawn.tokens)
                 drawn.tokens.cpu()
-            for cache in self.kv_cache.layers:
-                cache[-1].zero_()
+            self.kv_cache.zero_padding()
 
     def warm_up_sampling(self) -> None:
         """Sample one row that uses every sampling feature."""
@@ -187,11 +188,9 @@ class DeviceRunner:
         with the cache's kinds and their blocks."""
         if self._graphs is not None:
             self._graphs.forget()
-        self.kv_cache.resize(info.blocks_of_kinds, info.kinds)
+        self.kv_cache.resize(info.blocks_of_kinds, info.kinds, info.most_proposed)
         self.info = info
-        if len(info.kinds) != self._rows.layout.num_kinds:
-            self._make_rows()
-        self._state.pad_with(self.kv_cache.padding_blocks)
+        self._make_rows()
 
     def capture_graphs(self, shapes: list[GraphShape], make_capturer: Callable[[], GraphCapturer]) -> None:
         """Record steps of `shapes`. Later steps are padded to the smallest shape that fits and replayed."""
@@ -228,7 +227,7 @@ class DeviceRunner:
         if not plan.num_scheduled_tokens:
             return InFlight([])
         inputs = self._inputs(step) if graph is None else graph.inputs
-        self._build(at, padded, inputs)
+        self._build(at, padded, inputs, self._rows.states_of(step) or NO_STATES)
         adapters = self._adapters_of(padded, graph) if adapted else None
         if plan.prompt_targets:  # never in a decode
             hidden = self._hidden(step, inputs, graph, adapters)
@@ -330,13 +329,23 @@ class DeviceRunner:
 
     def _make_rows(self) -> None:
         info, max_num_seqs = self.info, self._max_num_seqs
-        layout = RowLayout.of(max_num_seqs, info.max_model_len, info.block_size, len(info.kinds))
-        self._rows = DeviceRows(layout, self._adapters)
-        self._state = RowState(layout, self.kv_cache.padding_blocks, self._ops.device)
+        padding_blocks, states = list(self.kv_cache.padding_blocks), None
+        if info.kinds[-1].state:
+            states = StateRows(max_num_seqs, info.block_size, padding_blocks.pop())
+        # A model without keys and values has one table, which nothing reads.
+        num_tables = max(1, len(padding_blocks))
+        layout = RowLayout.of(max_num_seqs, info.max_model_len, info.block_size, num_tables)
+        if states is not None:
+            layout = layout._replace(states_every=info.block_size, most_proposed=info.most_proposed or 0)
+        self._rows = DeviceRows(layout, self._adapters, states)
+        self._state = RowState(layout, padding_blocks, self._ops.device)
 
-    def _build(self, at: StepRows, step: DeviceStep, inputs: DeviceStepInputs) -> None:
+    def _build(self, at: StepRows, step: DeviceStep, inputs: DeviceStepInputs, states: StateBatch = NO_STATES) -> None:
+        """Build a step's inputs. `states`: of its requests; further ones are padding."""
         build, block_size = self._on_device.build_inputs, self.info.block_size
         build(self._state, at, step.longest, step.num_sampled, block_size, inputs)
+        if inputs.states is not None:
+            inputs.states.fill(states, self.kv_cache.padding_blocks[-1])
 
     def _sample(self, plan: StepPlan, at: StepRows, step: DeviceStep, logits: Tensor, settings: Tensor) -> InFlight:
         drawn, batch = self._draw(plan, step, logits, settings)
