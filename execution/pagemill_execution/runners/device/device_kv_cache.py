@@ -29,7 +29,7 @@ class DeviceKVCache:
     The layout is in `pagemill_kernels.kv_store`, that of quantized caches in its `storage`. `layers` is empty between
     `release` and `allocate`. The block after the last one of a kind is its padding block: padded rows write it and it
     is never read; of states it is read and stays zero. Of several kinds the first and the last share one arena
-    (`pagemill_protocol.shares`), in which the blocks of all layers of a kind are adjacent. Raises `LoadError` if the
+    (`pagemill_engine.kv.split`), in which the blocks of all layers of a kind are adjacent. Raises `LoadError` if the
     device does not have the memory.
     """
 
