@@ -2,7 +2,7 @@
 is loaded.
 
 It computes the same tokens, keeps their keys and values in blocks of the same numbers, and so shares every prefix hit.
-`starting.load_cpu` loads it, `executing.drafter` runs it.
+`starting` loads it, `executing.drafter` and, on a GPU, `executing.device.device_drafter` run it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class DraftModel(NamedTuple):
         return kv_bytes_per_token(self.spec, self.compute.kv_dtype)
 
 
-def find_draft(config: EngineConfig, path: Path, spec: ModelSpec, *, on_gpu: bool) -> DraftModel | None:
+def find_draft(config: EngineConfig, path: Path, spec: ModelSpec) -> DraftModel | None:
     """Return what drafts by the settings, or None if nothing does. `path`, `spec`: the model that verifies.
 
     With `auto` the model's own layer drafts, where it has one that can be used; not that of a hybrid, since memory does
@@ -60,7 +60,7 @@ def find_draft(config: EngineConfig, path: Path, spec: ModelSpec, *, on_gpu: boo
         return None
     if settings.method == "auto":
         try:
-            return None if on_gpu else _find(config, path, spec)
+            return _find(config, path, spec)
         except LoadError:
             return None
     return _find(config, path, spec) if settings.method in ("draft", "eagle3", "mtp") else None

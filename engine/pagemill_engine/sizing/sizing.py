@@ -124,11 +124,12 @@ def sizes_on_gpu(config: EngineConfig, path: Path, spec: ModelSpec) -> Sizes:
 
 
 def _sizes(config: EngineConfig, path: Path, spec: ModelSpec, storage: StorageForms, *, on_gpu: bool = False) -> Sizes:
-    sizes, draft = (
-        sizes_of(config, _weights(config, path, spec, storage), spec, storage),
-        find_draft(config, path, spec, on_gpu=on_gpu),
-    )
-    return sizes if draft is None else with_draft(sizes, draft, config)
+    sizes = sizes_of(config, _weights(config, path, spec, storage), spec, storage)
+    # The device need not be present: what drafts is stored in its forms wherever it is looked at.
+    draft = find_draft(msgspec.structs.replace(config, device="cpu") if on_gpu else config, path, spec)
+    if draft is None:
+        return sizes
+    return with_draft(sizes, draft, config, gpu_storage_forms(draft.config) if on_gpu else storage_forms(draft.compute))
 
 
 def _weights(config: EngineConfig, path: Path, spec: ModelSpec, storage: StorageForms) -> WeightSource:
@@ -138,9 +139,9 @@ def _weights(config: EngineConfig, path: Path, spec: ModelSpec, storage: Storage
     return weights_of(config, path, spec, small_floats)
 
 
-def with_draft(sizes: Sizes, draft: DraftModel, config: EngineConfig) -> Sizes:
-    """Return the sizes of a model and its draft model together. `config`: that of the model."""
-    own = _sizes(draft.config, draft.path, draft.spec, storage_forms(draft.compute))
+def with_draft(sizes: Sizes, draft: DraftModel, config: EngineConfig, storage: StorageForms) -> Sizes:
+    """Return the sizes of a model and its draft model together. `config`: that of the model; `storage`: what drafts."""
+    own = _sizes(draft.config, draft.path, draft.spec, storage)
     scratch_bytes = config.step.max_num_seqs * scratch_blocks(config) * config.block_size * own.kv_bytes_per_token
     return sizes._replace(
         weight_bytes=sizes.weight_bytes + own.weight_bytes,

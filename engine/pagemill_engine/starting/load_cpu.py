@@ -46,8 +46,7 @@ def load_on_cpu(files: ModelFiles, compute: Compute) -> Runner:
 def _runner(files: ModelFiles, prepared: PreparedModel) -> Runner:
     config, compute, spec, num_blocks = prepared.config, prepared.compute, files.spec, prepared.num_blocks
     draft = prepared.draft
-    draft_bytes = 0 if draft is None else draft.kv_bytes_per_token * config.block_size
-    cache = cache_kinds(config, spec, compute.kv_dtype, num_blocks, draft_bytes)
+    cache = cache_kinds(config, spec, compute.kv_dtype, num_blocks, prepared.draft_block_bytes)
     # A draft model has as many blocks as the first kind, so the number of these is fixed beside one.
     shares_memory = len(cache.kinds) > 1 and draft is None
     max_model_len = max_model_len_for(config, spec, cache, shares_memory=shares_memory)
