@@ -85,7 +85,7 @@ def _draft_spec(config: EngineConfig, spec: ModelSpec, path: Path) -> ModelSpec 
     `SourceError`."""
     method, source = config.speculative.method, config.speculative.source
     if source is None:
-        if method not in ("auto", "mtp") or (method == "auto" and (config.num_ranks > 1 or spec.has_states)):
+        if method not in ("auto", "mtp") or (method == "auto" and (config.pipeline_parallel_size > 1 or spec.has_states)):
             return None
         return stored_mtp_head(spec, path, whole=method == "auto")
     path = resolve_source(source, field="speculative.source")

@@ -60,9 +60,10 @@ def find_draft(config: EngineConfig, path: Path, spec: ModelSpec) -> DraftModel 
         return None
     if settings.method == "auto":
         try:
-            return _find(config, path, spec)
+            found = _find(config, path, spec)
         except LoadError:
             return None
+        return None if found is not None and found.compute.backend == "triton" and config.num_ranks > 1 else found
     return _find(config, path, spec) if settings.method in ("draft", "eagle3", "mtp") else None
 
 
@@ -70,10 +71,10 @@ def _find(config: EngineConfig, path: Path, spec: ModelSpec) -> DraftModel | Non
     settings = config.speculative
     if spec.pooling is not None:
         raise _refused(f"`{spec.architecture}` generates no text, so nothing can be drafted for it. Remove it.")
-    if config.num_ranks > 1:
+    if config.pipeline_parallel_size > 1:
         raise _refused(
-            f"method {settings.method} needs one process, but tensorParallel x pipelineParallel is "
-            f"{config.num_ranks}. {_NOT_RUN}"
+            f"stages verify no proposed tokens, and method {settings.method} proposes them. Set pipelineParallel to 1, "
+            "or method to auto."
         )
     longest = min(config.max_model_len or spec.max_position_embeddings, spec.max_position_embeddings)
     if all(window is not None and window < longest for window in spec.decoder.windows()):

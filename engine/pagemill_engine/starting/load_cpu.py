@@ -73,13 +73,13 @@ def _runner(files: ModelFiles, prepared: PreparedModel) -> Runner:
             adapters = row_adapters(store, spec.decoder, config.step.max_num_seqs, natively=compute.is_native)
         if draft is None:
             return EagerRunner(model, kv_cache, info, config.step.max_num_seqs, adapters)
-        drafting = _draft(files, prepared, draft, cache.counts[0], max_model_len, model)
+        drafting = load_draft(files, prepared, draft, cache.counts[0], max_model_len, model)
         info = info._replace(drafts=True, weight_bytes=info.weight_bytes + drafting[0].num_bytes)
         return EagerRunner(model, kv_cache, info, config.step.max_num_seqs, adapters, drafting)
     return PoolingRunner(model, kv_cache, info, config.step.max_num_seqs, Pooler(spec.pooling, model.classifier))
 
 
-def _draft(
+def load_draft(
     files: ModelFiles,
     prepared: PreparedModel,
     draft: DraftModel,
