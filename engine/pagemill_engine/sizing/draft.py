@@ -26,7 +26,7 @@ from pagemill_engine.weights.opening import open_weights, shape_only_weights
 from pagemill_engine.weights.safetensors_folder import SafetensorsFolder
 from pagemill_models.files.safetensors_header import lacks_weights
 from pagemill_models.sources import resolve_source
-from pagemill_models.spec.heads import D2T, eagle3_head, mtp_head
+from pagemill_models.spec.heads import D2T, eagle3_head, mtp_heads, stored_of
 from pagemill_models.spec.model_files import load_model_spec
 from pagemill_models.spec.model_spec import ModelSpec
 from pagemill_models.tokenizer_files.load_bundle import load_bundle
@@ -42,10 +42,13 @@ class DraftModel(NamedTuple):
     compute: Compute
     token_ids: NDArray[np.int64] | None = None
     """The tokens of a head's own vocabulary, in the model's; None: it uses the model's head."""
+    further: tuple[DraftModel, ...] = ()
+    """The model's own layers that draft behind the first one."""
 
     @property
     def kv_bytes_per_token(self) -> int:
-        return kv_bytes_per_token(self.spec, self.compute.kv_dtype)
+        of_further = sum(each.kv_bytes_per_token for each in self.further)
+        return kv_bytes_per_token(self.spec, self.compute.kv_dtype) + of_further
 
 
 def find_draft(config: EngineConfig, path: Path, spec: ModelSpec) -> DraftModel | None:
@@ -114,13 +117,16 @@ def _alone(config: EngineConfig, **changes: Any) -> EngineConfig:
 
 
 def _own_head(config: EngineConfig, path: Path, spec: ModelSpec) -> DraftModel | None:
-    """Return the model's own layer that drafts; None with `auto` if it declares none."""
-    head = mtp_head(spec)
-    if head is None:
+    """Return the model's own layers that draft; None with `auto` if it declares none. Files may have fewer of them
+    than they declare; a GPU runs the first."""
+    heads = mtp_heads(spec)
+    if not heads:
         if config.speculative.method == "auto":
             return None
         raise _refused(f"`{spec.architecture}` declares no layer that drafts (`num_nextn_predict_layers`). {_NOT_RUN}")
-    return _head(_alone(config, model_folder=config.model_folder, kv_cache_dtype="auto"), path, head, None)
+    alone = _alone(config, model_folder=config.model_folder, kv_cache_dtype="auto")
+    first, *others = (_head(alone, path, each, None) for each in stored_of(heads, path))
+    return first if first.compute.backend == "triton" else first._replace(further=tuple(others))
 
 
 def _eagle3(config: EngineConfig, head_path: Path, spec: ModelSpec, longest: int) -> DraftModel:

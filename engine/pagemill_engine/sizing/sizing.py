@@ -142,6 +142,12 @@ def _weights(config: EngineConfig, path: Path, spec: ModelSpec, storage: Storage
 def with_draft(sizes: Sizes, draft: DraftModel, config: EngineConfig, storage: StorageForms) -> Sizes:
     """Return the sizes of a model and its draft model together. `config`: that of the model; `storage`: what drafts."""
     own = _sizes(draft.config, draft.path, draft.spec, storage)
+    for each in draft.further:
+        further = _sizes(each.config, each.path, each.spec, storage)
+        own = own._replace(
+            weight_bytes=own.weight_bytes + further.weight_bytes,
+            kv_bytes_per_token=own.kv_bytes_per_token + further.kv_bytes_per_token,
+        )
     scratch_bytes = config.step.max_num_seqs * scratch_blocks(config) * config.block_size * own.kv_bytes_per_token
     return sizes._replace(
         weight_bytes=sizes.weight_bytes + own.weight_bytes,
@@ -173,8 +179,8 @@ def weights_of(
     """Return the stored weights, or weights that are quantized while they are read. Raises `LoadError`."""
     stored = open_weights(path, early_digest, spec.decoder.stacked, keeps_small_floats)
     unused = next((name for name in stored.shapes if name.startswith(spec.decoder.ignored_layers)), None)
-    if unused is not None and (spec.decoder.mtp is None or spec.has_states) and config.speculative.method != "mtp":
-        remedy = "; set speculative.method to mtp to draft with them" if spec.decoder.mtp is not None else ""
+    if unused is not None and (not spec.decoder.mtp or spec.has_states) and config.speculative.method != "mtp":
+        remedy = "; set speculative.method to mtp to draft with them" if spec.decoder.mtp else ""
         logger.info("`%s` has layers that draft tokens (`%s`), which are not used%s.", path, unused, remedy)
     return _rounded(config, path, spec, DeclaredWeights(stored, spec.decoder))
 

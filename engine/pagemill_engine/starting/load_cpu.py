@@ -74,7 +74,8 @@ def _runner(files: ModelFiles, prepared: PreparedModel) -> Runner:
         if draft is None:
             return EagerRunner(model, kv_cache, info, config.step.max_num_seqs, adapters)
         drafting = load_draft(files, prepared, draft, cache.counts[0], max_model_len, model)
-        info = info._replace(drafts=True, weight_bytes=info.weight_bytes + drafting[0].num_bytes)
+        draft_bytes = sum(each.num_bytes for each, _ in drafting)
+        info = info._replace(drafts=True, weight_bytes=info.weight_bytes + draft_bytes)
         return EagerRunner(model, kv_cache, info, config.step.max_num_seqs, adapters, drafting)
     return PoolingRunner(model, kv_cache, info, config.step.max_num_seqs, Pooler(spec.pooling, model.classifier))
 
@@ -86,8 +87,20 @@ def load_draft(
     num_blocks: int,
     max_model_len: int,
     target: TargetModel,
+) -> list[tuple[StepModel, KVCache]]:
+    """Load what drafts for `target`, a model or its heads. `num_blocks`: of the cache kind that keeps everything."""
+    num_blocks += prepared.config.step.max_num_seqs * scratch_blocks(prepared.config)
+    return [_drafting(files, prepared, each, num_blocks, max_model_len, target) for each in (draft, *draft.further)]
+
+
+def _drafting(
+    files: ModelFiles,
+    prepared: PreparedModel,
+    draft: DraftModel,
+    num_blocks: int,
+    max_model_len: int,
+    target: TargetModel,
 ) -> tuple[StepModel, KVCache]:
-    """Load what drafts for `target`. `num_blocks`: of the cache kind that keeps everything."""
     config, spec, compute = draft.config, draft.spec, draft.compute
     with refusals(draft.path):
         weights = weights_of(config, draft.path, spec, compute.weight_forms.small_floats)
@@ -99,8 +112,7 @@ def load_draft(
             model = _native(own, spec, max_model_len)
         else:
             model = _torch(drafted, own, max_model_len)
-    num_own = prepared.config.step.max_num_seqs * scratch_blocks(prepared.config)
-    return model, KVCache(spec, num_blocks + num_own, config.block_size, compute.kv_dtype)
+    return model, KVCache(spec, num_blocks, config.block_size, compute.kv_dtype)
 
 
 def _head(draft: DraftModel, weights: WeightSource, max_model_len: int, target: TargetModel) -> StepModel:

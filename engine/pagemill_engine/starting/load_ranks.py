@@ -313,16 +313,17 @@ def first_rank(
     info = info._replace(max_model_len=loaded.max_model_len, weight_bytes=loaded.model.num_bytes)
     rows = None if store is None else _rows(config, compute, part, store)
     runner = AskingRunner if isinstance(loaded.model, AskingModel) else EagerRunner
-    drafting = None
+    drafting: list[tuple[StepModel, KVCache]] = []
     if prepared.draft is not None:
         drafting = _draft(files, prepared, prepared.draft, loaded)
-        info = info._replace(drafts=True, weight_bytes=info.weight_bytes + drafting[0].num_bytes)
+        draft_bytes = sum(each.num_bytes for each, _ in drafting)
+        info = info._replace(drafts=True, weight_bytes=info.weight_bytes + draft_bytes)
     return runner(loaded.model, loaded.cache, info.with_cache(loaded.blocks), config.step.max_num_seqs, rows, drafting)
 
 
 def _draft(
     files: ModelFiles, prepared: PreparedModel, draft: DraftModel, loaded: LoadedPart
-) -> tuple[StepModel, KVCache]:
+) -> list[tuple[StepModel, KVCache]]:
     """Load what drafts, whole: rank 0 runs it between steps. A head also gets the model's embedding and head whole,
     unless it has its own."""
     reads, target = draft.spec.decoder.reads, loaded.plain
