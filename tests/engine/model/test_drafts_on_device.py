@@ -21,7 +21,7 @@ from pagemill_engine.executing.device.device_runner import DeviceRunner
 from pagemill_engine.executing.device.graphs import GraphShape
 from pagemill_engine.weights.errors import LoadError
 
-pytestmark = pytest.mark.slow
+pytestmark = [] if HAS_GPU else [pytest.mark.slow]
 SETTINGS: dict[str, Any] = {
     "dtype": "float32", "max_model_len": 64, "num_kv_blocks": 14, "max_num_seqs": 3, "max_num_batched_tokens": 24,
     "num_threads": 1,

@@ -61,7 +61,9 @@ class DeviceHead:
         self._read = reads.layers_of(target.spec.num_layers)
         target.keeps_before = frozenset(self._read)
         self._head, self._target = layers, target
-        self._token_ids = None if token_ids is None else torch.from_numpy(token_ids).to(layers.embedding_norm.weight.device)
+        self._token_ids = (
+            None if token_ids is None else torch.from_numpy(token_ids).to(layers.embedding_norm.weight.device)
+        )
 
     def forward_layers(self, layers: Iterable[DecoderLayer], token_ids: Tensor, context: ForwardContext) -> Tensor:
         return self._head(token_ids, context)
