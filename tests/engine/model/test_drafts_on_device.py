@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from byte_bundle import byte_tokenizer
 from eagle_heads import SIZE, VOCAB, write_eagle3
 from recorded_drafts import Found, record_device_drafts, record_drafts
@@ -100,6 +101,10 @@ def test_a_head_drafts_what_it_drafts_on_a_cpu(
         assert wrong(found, drafts) == 0
         if HAS_GPU:  # steps are recorded anyway
             return
+        with torch.inference_mode():
+            runner.warm_up(3, 24)
+        runner.resize_cache(runner.info)  # as behind the measurement of a device
+        llm._core.scheduler.kv.reset_prefix_cache()
         recorder = ReplayRecorder()
         runner.capture_graphs(SHAPES, lambda: recorder)
         del found[:]

@@ -179,7 +179,8 @@ class DeviceDrafter:
         """Draft for these rows from now on; of what they had, nothing is known. `info`: the runner's."""
         max_rows = rows.layout.padding_row
         self._rows, self._state, self._sampling, self._info = rows, state, sampling, info
-        self.own = DraftRows(state, info.num_blocks)
+        self._num_blocks = self.draft.kv_cache.counts[0] - 1 - max_rows * self.draft.own_blocks
+        self.own = DraftRows(state, self._num_blocks)
         self._computed = np.zeros(max_rows, dtype=np.int64)
         """Tokens of each row that the model that verifies has computed, as far as is known."""
         self._drafted = np.zeros(max_rows, dtype=np.int64)
@@ -241,6 +242,7 @@ class DeviceDrafter:
         counts = np.full(num_requests, share, dtype=np.int64)
         counts[:rest] += 1
         self._pass(padding, counts, None, np.ones(num_requests, dtype=np.bool_), 0)
+        self.own.records[-1].zero_()  # what was drawn is counted there
 
     def _pass(
         self, rows: NDArray[np.int64], counts: NDArray[np.int64], starts: NDArray[np.int64] | None,
@@ -304,7 +306,7 @@ class DeviceDrafter:
         self.own.records[rows] = records
         beyond = torch.arange(self.own.layout.table_width, device=self._device) - num_blocks[:, None]
         most = self.draft.own_blocks
-        own = self._info.num_blocks + 1 + rows[:, None] * most + beyond.clamp(0, most - 1)
+        own = self._num_blocks + 1 + rows[:, None] * most + beyond.clamp(0, most - 1)
         self.own.tables[0, rows] = torch.where(beyond < 0, self._state.tables[0, rows], own.int())
 
     def _build(self, at: StepRows, step: DeviceStep, inputs: DeviceStepInputs) -> None:
