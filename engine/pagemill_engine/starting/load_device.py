@@ -19,6 +19,7 @@ from pagemill_engine.executing.device.device_adapters import DeviceAdapters, Dev
 from pagemill_engine.executing.device.device_drafter import DeviceDraft, DeviceHead
 from pagemill_engine.executing.device.device_kv_cache import DeviceKVCache
 from pagemill_engine.executing.device.device_runner import DeviceRunner
+from pagemill_engine.executing.torch_model import load_decoder
 from pagemill_engine.sizing.compute import Compute
 from pagemill_engine.sizing.draft import DraftModel, scratch_blocks
 from pagemill_engine.sizing.kv_sizes import CacheBlocks, cache_kinds, max_model_len_for
@@ -100,8 +101,7 @@ def _draft(draft: DraftModel, prepared: PreparedModel, target: Decoder, max_mode
     with refusals(draft.path):
         weights = weights_of(draft.config, draft.path, spec, compute.weight_forms.small_floats)
         if spec.decoder.reads is None:
-            model: Decoder | DeviceHead = Decoder(spec, ops, dtype)
-            load_weights(model, weights)
+            model: Decoder | DeviceHead = load_decoder(spec, compute, weights)
         else:
             layers = HeadLayers(spec, ops, dtype, weights, target.embed)
             model = DeviceHead(layers, target, draft.token_ids)

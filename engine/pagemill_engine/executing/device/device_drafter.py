@@ -51,6 +51,8 @@ MOST_CAPTURED = 512
 class DeviceHead:
     """A head with the interface of a decoder that `DeviceForward` uses."""
 
+    classifier: Callable[[Tensor], Tensor] | None = None
+
     def __init__(self, layers: HeadLayers, target: Decoder, token_ids: NDArray[np.int64] | None) -> None:
         """`token_ids`: the tokens of the head's own vocabulary; None: its logits are the target's."""
         self.spec, self.dtype = layers.spec, layers.dtype
@@ -65,8 +67,11 @@ class DeviceHead:
             None if token_ids is None else torch.from_numpy(token_ids).to(layers.embedding_norm.weight.device)
         )
 
-    def forward_layers(self, layers: Iterable[DecoderLayer], token_ids: Tensor, context: ForwardContext) -> Tensor:
+    def __call__(self, token_ids: Tensor, context: ForwardContext) -> Tensor:
         return self._head(token_ids, context)
+
+    def forward_layers(self, layers: Iterable[DecoderLayer], token_ids: Tensor, context: ForwardContext) -> Tensor:
+        return self(token_ids, context)
 
     def compute_logits(self, hidden: Tensor, context: ProductContext = ALONE) -> Tensor:
         """Return logits of the target's vocabulary."""
@@ -253,8 +258,8 @@ class DeviceDrafter:
         `starts`: the first token of each; None: only the last one is computed, which was drawn. `place`: tokens that
         were drafted before."""
         sampled = np.flatnonzero(draws)
-        locs = [np.concatenate(([0], np.cumsum(each))).astype(np.int32) for each in (counts, draws)]
-        step = DeviceStep([], rows.astype(np.int32), *locs, int(counts.max()), sampled)
+        queries, samples = (np.concatenate(([0], np.cumsum(each))).astype(np.int32) for each in (counts, draws))
+        step = DeviceStep([], rows.astype(np.int32), queries, samples, int(counts.max()), sampled)
         graph = None if self._graphs is None else self._graphs.graph_for(step)
         padded = step if graph is None else step.padded(*graph.shape[:2], self._rows.layout.padding_row)
         own_blocks = self._rows.num_blocks[0][rows] if starts is not None else rows

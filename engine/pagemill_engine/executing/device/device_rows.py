@@ -154,9 +154,10 @@ class DeviceRows:
         proposed."""
         self.num_tokens[step.rows[step.sampling]] += 1
 
-    def accept(self, row: int, num_tokens: int) -> None:
-        """Count the proposed tokens that a row's request sampled."""
-        self.num_tokens[row] += num_tokens
+    def accept(self, request_id: str, num_tokens: int) -> None:
+        """Count the proposed tokens that a request sampled, unless it has been released since."""
+        if request_id in self._row_of:
+            self.num_tokens[self._row_of[request_id]] += num_tokens
 
     def row(self, request_id: str) -> int | None:
         """Return a request's row; None: it has none, or has been released since."""

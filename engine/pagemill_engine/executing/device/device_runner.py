@@ -137,10 +137,9 @@ class DeviceRunner:
             result = StepResult() if handle.read is None else _result(handle, handle.read())
             for name in handle.proposals.keys() & result.token_ids.keys():
                 row, num_accepted = self._rows.row(name), len(result.token_ids[name]) - 1
-                if row is not None:
-                    self._rows.accept(row, num_accepted)
-                    if self._drafter is not None:
-                        self._drafter.accept(row, num_accepted)
+                self._rows.accept(name, num_accepted)
+                if self._drafter is not None and row is not None:
+                    self._drafter.accept(row, num_accepted)
             if handle.read_drafts is not None:
                 result.drafted, result.draft_ms = handle.read_drafts()
             if handle.read_prompts is not None:
