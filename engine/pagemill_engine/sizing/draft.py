@@ -46,6 +46,11 @@ class DraftModel(NamedTuple):
     """The model's own layers that draft behind the first one."""
 
     @property
+    def asks_target(self) -> bool:
+        """Whether it is a head without an embedding or logits of its own."""
+        return self.spec.decoder.reads is not None and not (self.spec.decoder.embeds and self.token_ids is not None)
+
+    @property
     def kv_bytes_per_token(self) -> int:
         of_further = sum(each.kv_bytes_per_token for each in self.further)
         return kv_bytes_per_token(self.spec, self.compute.kv_dtype) + of_further

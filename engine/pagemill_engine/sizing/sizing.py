@@ -88,7 +88,12 @@ def ranks_here(config: EngineConfig, path: Path, spec: ModelSpec) -> list[RankSi
     """Return what each of several processes on this machine holds; none for one process. Raises `LoadError`."""
     if config.num_ranks == 1:
         return []
-    return _rank_sizes(config, path, spec, storage_forms(choose_compute(config, spec)))
+    ranks = _rank_sizes(config, path, spec, storage_forms(choose_compute(config, spec)))
+    draft = find_draft(config, path, spec)
+    if draft is not None:  # the first rank drafts
+        sizes = with_draft(ranks[0].sizes, draft, config, storage_forms(draft.compute))
+        ranks[0] = ranks[0]._replace(sizes=sizes)
+    return ranks
 
 
 def ranks_on_gpu(config: EngineConfig, path: Path, spec: ModelSpec) -> list[RankSizes]:
@@ -127,7 +132,7 @@ def _sizes(config: EngineConfig, path: Path, spec: ModelSpec, storage: StorageFo
     sizes = sizes_of(config, _weights(config, path, spec, storage), spec, storage)
     # The device need not be present: what drafts is stored in its forms wherever it is looked at.
     draft = find_draft(msgspec.structs.replace(config, device="cpu") if on_gpu else config, path, spec)
-    if draft is None:
+    if draft is None or (on_gpu and config.num_ranks > 1):
         return sizes
     return with_draft(sizes, draft, config, gpu_storage_forms(draft.config) if on_gpu else storage_forms(draft.compute))
 
@@ -148,6 +153,10 @@ def with_draft(sizes: Sizes, draft: DraftModel, config: EngineConfig, storage: S
             weight_bytes=own.weight_bytes + further.weight_bytes,
             kv_bytes_per_token=own.kv_bytes_per_token + further.kv_bytes_per_token,
         )
+    if config.num_ranks > 1 and draft.asks_target:  # rank 0 has the model's embedding and head whole
+        table = draft.spec.decoder.embedding
+        whole = 2 * table.num_rows * table.size * NUMPY_TYPES[storage.dtype].itemsize
+        own = own._replace(weight_bytes=own.weight_bytes + whole)
     scratch_bytes = config.step.max_num_seqs * scratch_blocks(config) * config.block_size * own.kv_bytes_per_token
     return sizes._replace(
         weight_bytes=sizes.weight_bytes + own.weight_bytes,

@@ -326,8 +326,8 @@ def _draft(
 ) -> list[tuple[StepModel, KVCache]]:
     """Load what drafts, whole: rank 0 runs it between steps. A head also gets the model's embedding and head whole,
     unless it has its own."""
-    reads, target = draft.spec.decoder.reads, loaded.plain
-    if reads is not None and not (draft.spec.decoder.embeds and draft.token_ids is not None):
+    target = loaded.plain
+    if draft.asks_target:
         target = DividedTarget(loaded.plain, _bare(prepared, files.spec, loaded.max_model_len))
     return load_draft(files, prepared, draft, loaded.blocks.counts[0], loaded.max_model_len, target)
 
