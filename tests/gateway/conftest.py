@@ -41,7 +41,6 @@ from pagemill_protocol.report.adapters import AdapterSlots
 from pagemill_protocol.report.state import Digests, EngineLoad, StateFrame, StepTimeParams
 from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_protocol.versions import protocol_headers
-from pagemill_routing.policies import policies
 from pagemill_servers.process.listening import bind, url_of
 
 MODEL = "tiny"

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from replay_recorder import ReplayRecorder
 from tiny_llama import write_tiny_llama
 from triton_device import DEVICE, NO_FP8
 
@@ -205,28 +206,6 @@ def test_an_unchanged_decode_is_not_uploaded_again(load: Callable[..., Any], mon
 
 
 # -- CUDA graphs of decodes --------------------------------------------------------------------------------------
-
-
-class ReplayRecorder:
-    """Replaces CUDA graphs if there is no device: a captured function runs again on the same buffers."""
-
-    def __init__(self) -> None:
-        self.num_recorded = 0
-        self.num_run = 0
-        self.errors: list[Exception] = []
-        """The errors that the next replays raise."""
-
-    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        self.num_recorded += 1
-        run()
-
-        def again() -> None:
-            self.num_run += 1
-            if self.errors:
-                raise self.errors.pop()
-            run()
-
-        return again
 
 
 @pytest.mark.slow
