@@ -4,6 +4,9 @@ All have the embedded model in bfloat16 and two threads; llama.cpp is a wheel fo
 those of `speculation`: text that continues a copy, copies that are asked for in chats, and chats. Requests run alone,
 or eight chats at a time, on one server after the other in turns; all other servers are stopped meanwhile. A figure is
 tokens a second behind the first token, the median of the rounds. Exits with 1 if a figure of Pagemill is missing.
+
+Six servers take minutes to start, and a round of a work 10 to 25 s. With `--kept` a work's figures are kept in a file
+once they are measured, and not measured again; `--only` chooses works, and `--minutes` begins none after so long.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from pagemill_models.sources import resolve_source
 from pagemill_models.tokenizer_files.load_bundle import load_bundle
 
 START_TIMEOUT_S = 400.0
-BATCH, MAX_MODEL_LEN, MAX_NUM_SEQS = 8, 2048, 32
+BATCH, MAX_MODEL_LEN, MAX_NUM_SEQS, WARM_UP_TOKENS = 8, 2048, 32, 16
 OFF, ON = "off", "n-gram"
 NGRAM = {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
 """vLLM's settings: as many tokens as ours verify at most, and matches of lengths that its documentation uses."""
@@ -96,15 +99,19 @@ class SpeculatingServer:
         return sum(1 / each.tpot_s for each in answers)
 
 
-def works(num_tokens: int) -> list[Work]:
+def works(num_tokens: int, only: Sequence[str] = ("",)) -> list[Work]:
+    """Return the works whose names have one of the words of `only`."""
     tokenizer = Tokenizer(load_bundle(resolve_source(MODEL)))
     alone = [Work(name, [tokenizer.encode(prompt)], num_tokens) for name, prompt in copies().items()]
     chats = [tokenizer.encode(chat_text(question)) for question in QUESTIONS]
-    return [*alone, Work("chat", chats[:1], num_tokens), Work(f"chats, {BATCH} at a time", chats[:BATCH], num_tokens)]
+    every = [*alone, Work("chat", chats[:1], num_tokens), Work(f"chats, {BATCH} at a time", chats[:BATCH], num_tokens)]
+    return [work for work in every if any(word in work.name for word in only)]
 
 
-def measure(engines: Sequence[str], rounds: int, num_tokens: int, result: dict[str, Any]) -> list[str]:
-    """Add the rates of each work by engine and mode; return what failed."""
+def measure(
+    engines: Sequence[str], rounds: int, wanted: Sequence[Work], result: dict[str, Any], kept: Kept, ends_s: float
+) -> list[str]:
+    """Add the rates of each work by engine and mode; return what failed. No work begins after `ends_s`."""
     problems: list[str] = []
     with ExitStack() as stack:
         servers: dict[tuple[str, str], SpeculatingServer] = {}
@@ -116,15 +123,36 @@ def measure(engines: Sequence[str], rounds: int, num_tokens: int, result: dict[s
                     problems.append(f"{engine} {mode}: {failure}")
                     continue
                 stack.callback(servers[engine, mode].stop)
-        for work in works(num_tokens):
+        for work in wanted:
+            if time.monotonic() > ends_s:
+                problems.append(f"no time was left for {work.name}")
+                continue
             found = result.setdefault(work.name, {})
             for number in range(-1, rounds):  # the first one warms up
                 for (engine, mode), server in servers.items():
-                    rate = server.tokens_per_s(work)
+                    rate = server.tokens_per_s(work if number >= 0 else work._replace(num_tokens=WARM_UP_TOKENS))
                     if number >= 0:
                         found.setdefault(engine, {}).setdefault(mode, []).append(rate)
                     progress(f"{work.name}, round {number}: {engine} {mode} {rate:.0f} tokens/s")
+            kept.write(result)
     return problems
+
+
+class Kept:
+    """The figures of earlier runs with the same settings."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+
+    def read(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        if self._path is not None and self._path.exists():
+            found = json.loads(self._path.read_text())
+        return found
+
+    def write(self, result: dict[str, Any]) -> None:
+        if self._path is not None:
+            self._path.write_text(json.dumps(result, indent=1))
 
 
 def table(result: dict[str, Any], engines: Sequence[str]) -> list[list[Any]]:
@@ -148,6 +176,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--engines", nargs="+", default=list(SERVERS), choices=list(SERVERS))
+    parser.add_argument("--only", nargs="+", default=[""], help="words of the works that are measured")
+    parser.add_argument("--minutes", type=float, default=60.0, help="no work begins after so long")
+    parser.add_argument("--kept", type=Path, help="file of figures of earlier runs, which are not measured again")
     parser.add_argument("--uv", type=Path, default=ROOT / ".uv" / "bin" / "uv")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the servers are ended
@@ -158,9 +189,12 @@ def main() -> None:
         except InstallFailed as failure:
             problems.append(f"{engine}: {failure}")
             args.engines.remove(engine)
-    result: dict[str, Any] = {}
+    kept, ends_s = Kept(args.kept), time.monotonic() + args.minutes * 60
+    result = kept.read()
+    wanted = [work for work in works(args.tokens, args.only) if not result.get(work.name, {}).keys() >= {*args.engines}]
     try:
-        problems += measure(args.engines, args.rounds, args.tokens, result)
+        if wanted:
+            problems += measure(args.engines, args.rounds, wanted, result, kept, ends_s)
     except SystemExit:  # what was measured until the signal counts
         problems.append("ended by a signal")
     columns = ["tokens/s", *(f"{engine} {what}" for engine in args.engines for what in (OFF, ON, "times"))]

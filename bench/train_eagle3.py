@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from report import emit
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from speculation import MODEL, QUESTIONS, chat_text
 from torch import Tensor, nn
 
@@ -88,7 +88,7 @@ DOCSTRINGS = (
     "What is this about? {}",
     "Answer in one paragraph, why does it matter? {}",
 )
-OWN_TOKENS, ANSWER_TOKENS, HIDDEN_LAYERS, ROWS = 6144, 128, 3, 64
+OWN_TOKENS, ANSWER_TOKENS, HIDDEN_LAYERS, ROWS = 16384, 128, 3, 64
 SHARE_OF_ANSWERS = 0.35
 """Share of the time in which answers are generated."""
 TEXTS_A_STEP, RATE = 12, 0.0012
@@ -164,6 +164,12 @@ class Head(nn.Module):
         for group, part in (("self_attn", self.attention), ("mlp", self.mlp)):
             named |= {f"midlayer.{group}.{name}.weight": each.get_parameter("weight") for name, each in part.items()}
         return {name: each.detach().contiguous() for name, each in named.items()}
+
+    def take(self, stored: dict[str, Tensor]) -> None:
+        """Take over what another head has learned; the logits' matrix is the model's embedding in each."""
+        for name, own in self.tensors().items():
+            if name != "lm_head.weight":
+                own.copy_(stored[name])
 
 
 class Muon(torch.optim.Optimizer):
@@ -258,13 +264,15 @@ class Recorder:
         return found
 
 
-def answer(seconds: float, kept: Path) -> list[Text]:
-    """Return texts with the model's answers, as many as this CPU time allows, or those that were `kept`."""
+def answer(seconds: float, kept: Path, earlier: Path | None = None) -> list[Text]:
+    """Return texts with the model's answers, as many as this CPU time allows, or those that were `kept`; behind those
+    of an `earlier` training, whose questions are not asked again."""
     if kept.exists():
         return [Text(*each) for each in torch.load(kept)]
+    before = [] if earlier is None else answer(0.0, earlier)
     config = {"enable_prefix_caching": False, "overlap": False, "speculative_config": {"method": "off"}}
-    asked, num_asked, began_s = questions(), 0, time.process_time()
-    with LLM(MODEL, max_model_len=512, max_num_seqs=ROWS, **config) as llm:
+    asked, num_asked, began_s = questions(), len(before), time.process_time()
+    with LLM(MODEL, max_model_len=512, max_num_seqs=ROWS, num_threads=torch.get_num_threads(), **config) as llm:
         runner: Any = llm._core.runner
         recorder = runner._drafter = Recorder(runner)
         while time.process_time() - began_s < seconds and num_asked < len(asked):
@@ -277,7 +285,7 @@ def answer(seconds: float, kept: Path) -> list[Text]:
             num_asked += len(batch)
             count = sum(len(part[0]) for parts in recorder.kept.values() for part in parts)
             print(f"{num_asked} questions, {count} tokens, {time.process_time() - began_s:.0f} s of CPU", flush=True)
-        texts = recorder.texts()
+        texts = before + recorder.texts()
     kept.parent.mkdir(parents=True, exist_ok=True)
     torch.save([tuple(each) for each in texts], kept)
     return texts
@@ -295,10 +303,14 @@ class Trained(NamedTuple):
     cpu_s: float
 
 
-def train(seconds: float, out: Path, seed: int) -> Trained:
-    """Train a head and write it to `out`."""
+def answers_of(head: Path) -> Path:
+    return head.with_name(f"{head.name}-answers.pt")
+
+
+def train(seconds: float, out: Path, seed: int, earlier: Path | None) -> Trained:
+    """Train a head and write it to `out`. `earlier`: the folder of one that is trained on."""
     torch.manual_seed(seed)
-    texts = answer(seconds * SHARE_OF_ANSWERS, out.with_name(f"{out.name}-answers.pt"))
+    texts = answer(seconds * SHARE_OF_ANSWERS, answers_of(out), None if earlier is None else answers_of(earlier))
     path = resolve_source(MODEL)
     spec = load_model_spec(path)
     weights = DeclaredWeights(open_weights(path), spec.decoder)
@@ -313,7 +325,7 @@ def train(seconds: float, out: Path, seed: int) -> Trained:
         torch.cat([each.token_ids[each.num_prompt_tokens :] for each in texts]), minlength=len(embedding)
     )
     own_ids = counts.topk(OWN_TOKENS).indices.sort().values
-    num_held_out = len(texts) // 32 + 1
+    num_held_out = min(96, len(texts) // 32 + 1)
     held_out = [(text, text.most_likely(embedding)) for text in texts[:num_held_out]]
     trained = texts[num_held_out:]
     rope = next(spec.decoder.attentions()).rope
@@ -326,7 +338,10 @@ def train(seconds: float, out: Path, seed: int) -> Trained:
         head.fc.weight.copy_(_fitted(trained[:200], head.norm))
         for part in (head.attention["o_proj"], head.mlp["down_proj"]):
             part.get_parameter("weight").zero_()
-    num_steps = _fit(head, trained, embedding, own_ids, seconds * (1 - SHARE_OF_ANSWERS), held_out)
+        if earlier is not None:
+            head.take(load_file(earlier / "model.safetensors"))
+    rate = RATE if earlier is None else RATE / 2
+    num_steps = _fit(head, trained, embedding, own_ids, seconds * (1 - SHARE_OF_ANSWERS), held_out, rate)
     _write(head, out, own_ids, spec, rope.theta)
     return Trained(
         sum(len(each.token_ids) for each in texts),
@@ -365,14 +380,15 @@ def _fit(
     own_ids: Tensor,
     seconds: float,
     held_out: list[tuple[Text, Tensor]],
+    rate: float,
 ) -> int:
     matrices = [each for each in head.parameters() if each.ndim == 2 and each.requires_grad]
     vectors = [each for each in head.parameters() if each.ndim == 1]
-    rates = ((Muon(matrices), RATE), (torch.optim.AdamW(vectors, weight_decay=0.0), 2e-3))
+    rates = ((Muon(matrices), rate), (torch.optim.AdamW(vectors, weight_decay=0.0), 2e-3))
     own, began_s, step, order = embedding[own_ids].bfloat16(), time.process_time(), 0, torch.empty(0)
     while (left := 1 - (time.process_time() - began_s) / seconds) > 0:
-        for optimizer, rate in rates:
-            optimizer.param_groups[0]["lr"] = rate * min(1.0, (step + 1) / 20) * min(1.0, max(left, 0.01) / 0.6)
+        for optimizer, highest in rates:
+            optimizer.param_groups[0]["lr"] = highest * min(1.0, (step + 1) / 20) * min(1.0, max(left, 0.01) / 0.6)
         if len(order) < TEXTS_A_STEP:
             order = torch.randperm(len(texts))
         picked, order = [texts[int(n)] for n in order[:TEXTS_A_STEP]], order[TEXTS_A_STEP:]
@@ -461,11 +477,14 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=50.0, help="CPU time for answers and training")
     parser.add_argument("--out", type=Path, required=True, help="folder of the head")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--earlier", type=Path, help="folder of a head that is trained on, its answers beside it")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--only-measure", action="store_true", help="measure the head in the folder")
     arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
     result: dict[str, Any] = {}
     if not arguments.only_measure:
-        result |= train(arguments.minutes * 60, arguments.out, arguments.seed)._asdict()
+        result |= train(arguments.minutes * 60, arguments.out, arguments.seed, arguments.earlier)._asdict()
     measured = {most: measure(arguments.out, most) for most in (1, 2, 4)}
     columns = ("tokens at most", *measured[1])
     emit("train_eagle3", columns, [(most, *row.values()) for most, row in measured.items()], result | {"of": measured})

@@ -53,10 +53,13 @@ class Driver:
         self._waited = _WaitedApart(core.runner) if core.runner.info.overlaps else None
         self._num_requests = 0
 
-    def offline(self, jobs: list[Job]) -> Offline:
-        """Run all requests at once, to the last token."""
-        for job in jobs:
-            self._add(job)
+    def offline(self, jobs: list[Job], predicted: list[list[int]] | None = None) -> Offline:
+        """Run all requests at once, to the last token. `predicted`: what their clients predict; these are greedy."""
+        for number, job in enumerate(jobs):
+            if predicted is None:
+                self._add(job)
+            else:
+                self._add(job, 0.0, predicted=predicted[number])
         preempted, waited_s = self._core.scheduler.num_preemptions, self._waited_cpu_s
         begin_s, begin_cpu_s, num_steps = time.perf_counter(), time.thread_time(), 0
         while self._core.has_work:
@@ -190,7 +193,9 @@ class Driver:
             raise AssertionError(failed[0])
         return {output.request_id: output.token_ids for output in outputs}
 
-    def _add(self, job: Job, temperature: float = TEMPERATURE, seed: int | None = None) -> str:
+    def _add(
+        self, job: Job, temperature: float = TEMPERATURE, seed: int | None = None, predicted: Iterable[int] = ()
+    ) -> str:
         self._num_requests += 1
         name = str(self._num_requests)
         sampling = SamplingParams(
@@ -199,8 +204,15 @@ class Driver:
             max_tokens=job.num_output_tokens,
             ignore_eos=True,
         )
-        prompt = job.prompt_token_ids
-        self._core.add(GenerateRequest(request_id=name, model="random", prompt_token_ids=prompt, sampling=sampling))
+        self._core.add(
+            GenerateRequest(
+                request_id=name,
+                model="random",
+                prompt_token_ids=job.prompt_token_ids,
+                sampling=sampling,
+                predicted_token_ids=[*predicted],
+            )
+        )
         return name
 
 

@@ -42,6 +42,7 @@ ENGINE_FILES = {
     "tests/engine/model/test_sleep_memory.py": "gpus",
     "tests/engine/model/test_device_runner.py": "",
     "tests/engine/model/test_device_hybrids.py": "",
+    "tests/engine/model/test_drafts_on_device.py": "",
     "tests/engine/model/test_triton_engine.py": "",
     "tests/engine/model/test_settled_memory.py": "",
 }

@@ -38,6 +38,8 @@ CONTEXT, LONGEST = 512, 33_024
 MIXED = ((64, 128), (224, 128), (224, 512), (224, 2000))
 """Numbers of decoding requests and of a prompt's tokens beside them, in the measured steps."""
 MIXED_STEPS = 16
+PREDICTED = (1, 64)
+"""Numbers of requests whose answers are predicted."""
 FILLED = 0.8
 """Share of the device's memory that the weights of a model may take; the rest is cache and a step's memory."""
 
@@ -144,6 +146,7 @@ def engine(name: str, device: Device, section: Section) -> None:
             rate = len(jobs) / found.seconds
     _idle(device, section, ours)
     _mixed(device, section, ours)
+    _predicted(device, section, ours)
     _online(device, section, ours, rate)
 
 
@@ -206,6 +209,26 @@ def _mixed(device: Device, section: Section, ours: Engine) -> None:
             apart_ms = 1000 * ours.driver.beside(jobs, prompts)
         shape = f"step of {num_decodes} decodes and {num_tokens} tokens of a prompt"
         section.add(shape, "ms", recorded_ms, peer_name="launched kernel by kernel", peer=apart_ms)
+
+
+def _predicted(device: Device, section: Section, ours: Engine) -> None:
+    """Measure text that is known before, but for each ninth token, and predictions that are all wrong, beside the same
+    answers without predictions."""
+    for num_requests in (2,) if device.tiny else PREDICTED:
+        jobs = _short(device, num_requests)
+        answers = ours.driver.answers(jobs, 0.0)
+        wrong = [[(each + 1) % TINY.vocab_size for each in answer] for answer in answers]
+        nearly = [
+            [other if place % 9 == 8 else own for place, (own, other) in enumerate(zip(*both, strict=True))]
+            for both in zip(answers, wrong, strict=True)
+        ]
+        nothing: list[list[int]] = [[]] * num_requests
+        rates = [
+            output_tokens(jobs) / ours.driver.offline(jobs, predicted).seconds for predicted in (nothing, nearly, wrong)
+        ]
+        for what, rate in zip(("predicted but for each ninth token", "predicted wrongly"), rates[1:], strict=True):
+            name = f"{num_requests} at once, {what}"
+            section.add(name, "tokens/s", rate, peer_name="without predictions", peer=rates[0])
 
 
 def _online(device: Device, section: Section, ours: Engine, offline_rate: float) -> None:

@@ -80,8 +80,7 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     `source` drafts; `eagle3`: likewise, by a head that was trained for the model; `mtp`: likewise, by the model's own
     layer; `off`: nothing. Installed packages can register others."""
     source: str | None = None
-    """What drafts, with the schemes of `model`: a smaller model with the same tokenizer, or with `eagle3` a head. On
-    CPUs."""
+    """What drafts, with the schemes of `model`: a smaller model with the same tokenizer, or with `eagle3` a head."""
     num_tokens: int = 8
     """Most tokens proposed for a request in one step, 1 to 16. How many are, if any, is chosen by what a step costs."""
 

@@ -177,6 +177,7 @@ def test_the_engine_is_measured_in_all_figures_of_the_goals(ran: Ran) -> None:
     assert found["offline, 100-1024, CPU time of a step", "ms"]["ours"] > 0
     assert 0 <= found["2 decodes", "% of a profiler's trace idle"]["ours"] <= 100
     assert min(found["step of 1 decodes and 5 tokens of a prompt", "ms"][who] for who in ("ours", "peer")) > 0
+    assert min(found["2 at once, predicted wrongly", "tokens/s"][who] for who in ("ours", "peer")) > 0
     online = [row["ours"] for (shape, _), row in found.items() if shape.startswith("online")]
     assert len(online) == 4
     assert min(online) > 0

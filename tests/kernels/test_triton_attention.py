@@ -105,6 +105,20 @@ def test_soft_cap_and_alibi_equal_the_reference(soft_cap: float | None, has_slop
     assert_equals_reference(batch, 4, soft_cap=soft_cap, slopes=slopes, window=window)
 
 
+def test_a_first_key_is_seen_by_its_own_token_alone() -> None:
+    """A head that drafts has nothing at the first place of a context; a prompt's first token sees itself there."""
+    batch = dataclasses.replace(batch_of([(1, 40), (30, 30)], 2, 32), first_key=1)
+    cache, query = random(NUM_BLOCKS, 4, 16, 32), random(31, 4, 32, seed=1)
+    found, expected = (
+        module.paged_attention(query, cache, module.plan_attention(batch, None, torch.float32, DEVICE), 0.2)
+        for module in (triton_launch, reference)
+    )
+    own = torch.arange(31, device=DEVICE) != 1
+    close(found[own], expected[own])
+    first_value = cache[int(batch.block_tables[1, 0]), 2:, 0]
+    close(found[1], first_value.repeat_interleave(2, 0))
+
+
 @pytest.mark.parametrize("window", [None, 12])
 @pytest.mark.parametrize("batch_name", ["mixed", "requests without tokens"])
 def test_sinks_equal_the_reference(batch_name: str, window: int | None) -> None:

@@ -167,8 +167,8 @@ def test_generation_defaults_reach_the_engine(deployment: Make) -> None:
         ({"engine__tensorParallel": 3, "engine__pipelineParallel": 64}, "spec.engine.pipelineParallel"),
         ({"engine__pipelineParallel": 2, "engine__speculative": {"method": "ngram"}}, "spec.engine.pipelineParallel"),
         (
-            {"engine__tensorParallel": 2, "engine__speculative": {"method": "draft", "source": "hf://a/b"}},
-            "spec.engine.tensorParallel",
+            {"engine__pipelineParallel": 2, "engine__speculative": {"method": "draft", "source": "hf://a/b"}},
+            "spec.engine.pipelineParallel",
         ),
         ({"resources__gpus": 1, "engine__deterministic": True}, "spec.engine.deterministic"),
         (

@@ -41,7 +41,7 @@ class Speculative(Section):
     and a head or layer that does not fit, before it is ready."""
     source: Source | None = None
     """What drafts, with the schemes of `spec.model.source`: a smaller model with the same tokenizer, or with `eagle3` a
-    head. Engines on CPUs run it; its weights and its KV cache take part of the memory."""
+    head. Its weights and its KV cache take part of the memory."""
     num_tokens: Annotated[int, Field(ge=1, le=16)] = 4
     """Maximum number of tokens proposed for a request in one step. The engine chooses how many by their expected gain;
     for texts that are copied, 8 are faster than the default."""

@@ -17,7 +17,7 @@ from pagemill_execution.sizing.memory import memory_limit
 from pagemill_execution.weights.errors import LoadError
 from pagemill_kernels.kv_store.kinds import KVType
 from pagemill_models.sources import resolve_source
-from pagemill_models.spec.heads import eagle3_head, stored_mtp_head
+from pagemill_models.spec.heads import eagle3_head, stored_mtp_heads
 from pagemill_models.spec.model_files import load_model_spec
 from pagemill_models.spec.model_spec import ModelSpec
 
@@ -38,8 +38,8 @@ def check_fits(config: EngineConfig, spec: ModelSpec, path: Path) -> None:
         _weight_bytes(config, spec),
         kv_bytes_per_token(spec, _kv_type(config)),
     )
-    whose, draft = "its weights", _draft_spec(config, spec, path)
-    if draft is not None:
+    whose = "its weights"
+    for draft in _draft_specs(config, spec, path):
         whose = "its weights and those of what drafts"
         weights += _weight_bytes(msgspec.structs.replace(config, quantization="none"), draft)
         token_bytes += kv_bytes_per_token(draft, _kv_type(config))
@@ -80,18 +80,18 @@ def _weight_bytes(config: EngineConfig, spec: ModelSpec) -> int:
     return spec.num_parameters * item_bytes
 
 
-def _draft_spec(config: EngineConfig, spec: ModelSpec, path: Path) -> ModelSpec | None:
+def _draft_specs(config: EngineConfig, spec: ModelSpec, path: Path) -> list[ModelSpec]:
     """Return what drafts by the settings. Whether it fits the model is decided by `pagemill_execution.sizing.draft`.
 
     Raises `SourceError`.
     """
     method, source = config.speculative.method, config.speculative.source
-    if source is None:
-        if method not in ("auto", "mtp") or (method == "auto" and (config.num_ranks > 1 or spec.has_states)):
-            return None
-        return stored_mtp_head(spec, path, whole=method == "auto")
-    path = resolve_source(source, field="speculative.source")
-    return eagle3_head(path) if method == "eagle3" else load_model_spec(path)
+    if source is not None:
+        path = resolve_source(source, field="speculative.source")
+        return [eagle3_head(path) if method == "eagle3" else load_model_spec(path)]
+    if method == "auto" and (config.pipeline_parallel_size > 1 or spec.has_states):
+        return []
+    return stored_mtp_heads(spec, path, whole=method == "auto") if method in ("auto", "mtp") else []
 
 
 def _kv_cache_bytes(config: EngineConfig, token_bytes: int) -> int:

@@ -39,7 +39,10 @@ class HeadStates:
     def keep_states(self, slots: NDArray[np.int64], last: Array) -> None:
         """Keep what the target has computed of its last step's tokens. `last`: their normalised hidden states."""
         kept = self.target.kept
-        states = self.states(np.concatenate([arrays.widened(each) for each in kept], axis=1)) if kept else last
+        self.keep(slots, self.states(np.concatenate([arrays.widened(each) for each in kept], axis=1)) if kept else last)
+
+    def keep(self, slots: NDArray[np.int64], states: Array) -> None:
+        """Keep the hidden states that this head reads of some tokens."""
         blocks, offsets = np.divmod(slots, self._states.shape[1])
         values = arrays.widened(states)
         is_short = self._states.dtype == np.uint16

@@ -138,3 +138,22 @@ class TargetModel(StepModel, Protocol):
     def embed(self, token_ids: NDArray[np.int64], positions: NDArray[np.int64]) -> Array:
         """Return what the first layer reads, [tokens, hidden]."""
         ...
+
+
+class DividedTarget(WrappedModel):
+    """A rank's part of a `TargetModel`: its layers keep hidden states, which all ranks have whole. What heads ask it
+    for between its steps, when other ranks compute nothing, another model has whole."""
+
+    def __init__(self, part: TargetModel, whole: TargetModel) -> None:
+        """`whole`: the model's embedding and head, without its layers."""
+        super().__init__(whole)
+        self._part, self._whole = part, whole
+        self.keep_before, self.embed = part.keep_before, whole.embed
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self._part.spec
+
+    @property
+    def kept(self) -> Sequence[Array]:
+        return self._part.kept

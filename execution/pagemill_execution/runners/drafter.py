@@ -8,13 +8,15 @@ tokens have no blocks of their sequence yet. They are written behind its tokens,
 blocks of the row that nothing else uses, and computed again by the step that verifies them. `eager` calls it.
 
 A head (`decoders.head_states`) computes pairs: the token at a place, and the target's hidden state of the one before,
-which is kept in the place of that one. The first token has no pair, and nothing reads its place.
+which is kept in the place of that one. The first token has no pair, and nothing reads its place. Of several heads
+(layers for multi-token prediction) each reads what the one before it has computed, and drafts one token further; the
+last one drafts all that follow.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -40,96 +42,134 @@ class Drafted(NamedTuple):
     """Milliseconds that drafting took, parts of prompts excepted."""
 
 
+class _Head(NamedTuple):
+    """A model that drafts, or one of several heads."""
+
+    model: StepModel
+    states: HeadStates | None
+    kv_cache: KVCache
+    first: int
+    """The first token that is computed: heads compute pairs with the tokens before."""
+
+
 class Drafter:
     def __init__(
-        self, model: StepModel, kv_cache: KVCache, num_blocks: int, rows: RequestRows, sampling: SamplingRows
+        self, models: Sequence[tuple[StepModel, KVCache]], num_blocks: int, rows: RequestRows, sampling: SamplingRows
     ) -> None:
-        """`model`: a draft model, or a head that reads hidden states. `kv_cache`: has `num_blocks` blocks for those of
-        the first kind, and the same number for each row behind them. `rows`, `sampling`: of the runner, after a step
-        was counted."""
-        self.kv_cache = kv_cache
-        self._model = model
-        self._head = model if isinstance(model, HeadStates) else None
-        self._first = 0 if self._head is None else 1
-        """The first token that is computed: a head computes pairs with the token before."""
+        """`models`: a draft model, or heads that read hidden states, with their caches. These have `num_blocks` blocks
+        for those of the first kind, and the same number for each row behind them. `rows`, `sampling`: of the runner,
+        after a step was counted."""
+        self._heads = [
+            _Head(model, model, cache, 1 + place) if isinstance(model, HeadStates) else _Head(model, None, cache, 0)
+            for place, (model, cache) in enumerate(models)
+        ]
         self._rows = rows
         self._sampling = sampling
         self._num_blocks = num_blocks
         max_rows, width = rows.token_ids.shape
         self._max_model_len = width - 1
-        self._padding_block = kv_cache.of_kinds[0].padding_block
+        (model, cache), *_ = models
+        self._padding_block = cache.of_kinds[0].padding_block
         self._num_computed = np.zeros(max_rows, dtype=np.int64)
-        """Tokens of each row that this model has computed."""
-        self._own_blocks = (kv_cache.of_kinds[0].num_blocks - num_blocks) // max_rows
-        self._windows = model.spec.decoder.windows()
+        """Tokens of each row that these models have computed."""
+        self._own_blocks = (cache.of_kinds[0].num_blocks - num_blocks) // max_rows
         self._num_embedded = model.spec.decoder.embedding.num_rows
-        model.use_caches(kv_cache.layers)
+        for each in self._heads:
+            each.model.use_caches(each.kv_cache.layers)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(each.kv_cache.num_bytes for each in self._heads)
 
     def wake(self) -> None:
-        self.kv_cache.allocate()
-        self._model.use_caches(self.kv_cache.layers)
+        for each in self._heads:
+            each.kv_cache.allocate()
+            each.model.use_caches(each.kv_cache.layers)
 
     def close(self) -> None:
-        self._model.use_caches(())
-        self.kv_cache.release()
+        for each in self._heads:
+            each.model.use_caches(())
+            each.kv_cache.release()
 
     def begin(self, row: int, num_computed_tokens: int) -> None:
         """Note that a request got a row, and what its blocks contain."""
         self._num_computed[row] = num_computed_tokens
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-        self.kv_cache.of_kinds[0].copy_blocks(copies)
+        for each in self._heads:
+            each.kv_cache.of_kinds[0].copy_blocks(copies)
 
     def scrub(self, block_ids: Ints) -> None:
-        self.kv_cache.of_kinds[0].scrub(block_ids)
+        for each in self._heads:
+            each.kv_cache.of_kinds[0].scrub(block_ids)
 
     def run(self, inputs: StepInputs, drafts: Mapping[str, int], last: Array) -> Drafted:
         """Compute the tokens of a step that was counted, and draft up to `drafts[request]` tokens for some of its
         requests, which have sampled. `last`: what the model that verifies has computed, normalised."""
-        if self._head is not None:
-            self._head.keep_states(inputs.slots[0], last)
+        first = self._heads[0]
+        if first.states is not None:
+            first.states.keep_states(inputs.slots[0], last)
         rows, size, began_s = inputs.rows, self._rows.block_size, time.perf_counter()
-        starts, ends = np.maximum(self._num_computed[rows], self._first), self._rows.num_computed_tokens[rows]
+        starts, ends = np.maximum(self._num_computed[rows], first.first), self._rows.num_computed_tokens[rows]
         room = self._max_model_len - self._rows.num_tokens[rows]
         wanted = np.minimum(np.array([drafts.get(name, 0) for name in inputs.request_ids], dtype=np.int64), room)
         wanted = np.maximum(wanted, 0)
         is_due = (wanted > 0) | (np.diff(inputs.query_start_loc) > 1) | (ends // size > starts // size)
-        counts = np.where(is_due, ends - starts + (wanted > 0), 0)
-        if not counts.any():
-            return Drafted({}, 0.0)
-        self._num_computed[rows[is_due]] = ends[is_due]
-        order = np.lexsort((starts, counts > 1))
-        order = order[counts[order] > 0]
-        hidden = self._hidden(rows[order], starts[order], counts[order], None)
-        active = order[wanted[order] > 0]
-        if not len(active):
-            return Drafted({}, 0.0)
-        hidden = hidden[np.cumsum(counts[order])[wanted[order] > 0] - 1]
-        found: dict[str, list[int]] = {inputs.request_ids[index]: [] for index in active.tolist()}
-        first_s, place = began_s, 0
-        while True:
-            token_ids, finite = self._draw(hidden, rows[active], place)
-            if not place:
-                first_s = time.perf_counter()
-            active, token_ids = active[finite], token_ids[finite]
-            for index, token_id in zip(active.tolist(), token_ids.tolist(), strict=True):
-                found[inputs.request_ids[index]].append(token_id)
+        due = np.flatnonzero(is_due)
+        self._num_computed[rows[due]] = ends[due]
+        found: dict[str, list[int]] = {}
+        hidden, active, place, first_s = last, due[wanted[due] > 0], 0, began_s
+        longest = int((ends - starts)[due].max(initial=0))
+        while len(active) or place < len(self._heads):
+            if place < len(self._heads):
+                hidden = self._computed(place, rows, starts, ends, due, np.isin(due, active))
+            else:
+                positions = self._rows.num_tokens[rows[active]] + place - 1
+                one = np.ones(len(active), dtype=np.int64)
+                hidden = self._hidden(self._heads[-1], rows[active], positions, one, hidden)
+            if len(active):
+                token_ids, finite = self._draw(hidden, rows[active], place)
+                active, token_ids, hidden = active[finite], token_ids[finite], hidden[finite]
+                for index, token_id in zip(active.tolist(), token_ids.tolist(), strict=True):
+                    found.setdefault(inputs.request_ids[index], []).append(token_id)
+                goes_on = wanted[active] > place + 1
+                active, token_ids, hidden = active[goes_on], token_ids[goes_on], hidden[goes_on]
+                self._rows.token_ids[rows[active], self._rows.num_tokens[rows[active]] + place] = token_ids
+            first_s = first_s if place else time.perf_counter()
             place += 1
-            goes_on = wanted[active] > place
-            active, token_ids, hidden = active[goes_on], token_ids[goes_on], hidden[finite][goes_on]
-            if not len(active):
-                took_s = time.perf_counter() - began_s
-                if place > 1 and counts.max() > 2 * size:  # with parts of prompts, which are no part of drafting
-                    took_s = (took_s + began_s - first_s) * place / (place - 1)
-                return Drafted(found, took_s * 1000)
-            positions = self._rows.num_tokens[rows[active]] + place - 1
-            self._rows.token_ids[rows[active], positions] = token_ids
-            hidden = self._hidden(rows[active], positions, np.ones(len(active), dtype=np.int64), hidden)
+        if not found:
+            return Drafted({}, 0.0)
+        took_s = time.perf_counter() - began_s
+        if place > 1 and longest > 2 * size:  # with parts of prompts, which are no part of drafting
+            took_s = (took_s + began_s - first_s) * place / (place - 1)
+        return Drafted(found, took_s * 1000)
+
+    def _computed(
+        self, place: int, rows: Ints, starts: Ints, ends: Ints, due: Ints, is_active: NDArray[np.bool_]
+    ) -> Array:
+        """Let a head compute the step's tokens, and those that were drafted so far for the rows that go on. Returns
+        what it has computed of the last token of each of these."""
+        head = self._heads[place]
+        begins = np.maximum(starts[due], head.first)
+        counts = np.maximum(ends[due] + np.where(is_active, 1 + place, 0) - begins, 0)
+        order = np.lexsort((begins, counts > 1))
+        order = order[counts[order] > 0]
+        if not len(order):
+            return np.zeros((0, 0), dtype=np.float32)
+        of_order = rows[due][order], begins[order], counts[order]
+        hidden = self._hidden(head, *of_order, None)
+        if place + 1 < len(self._heads):
+            states = self._heads[place + 1].states
+            assert states is not None
+            states.keep(self._slots(*of_order, 0), hidden)
+        found = np.zeros(len(due), dtype=np.int64)
+        found[order] = np.cumsum(counts[order]) - 1
+        return hidden[found[is_active]]
 
     def _draw(self, hidden: Array, rows: Ints, place: int) -> tuple[Ints, NDArray[np.bool_]]:
         """Draw a token for each row with the key with which the token at this place will be drawn."""
         generated = self._rows.num_tokens[rows] - self._rows.num_prompt_tokens[rows] + place
-        logits = self._as_wide(self._model.logits(hidden))
+        logits = self._as_wide(self._heads[min(place, len(self._heads) - 1)].model.logits(hidden))
         sampled = host_sampler().sample_tokens(logits, self._sampling.batch_of_drafts(rows, generated))
         for row in rows[~sampled.finite].tolist():
             self.scrub(self._table(np.array([row]), int(self._rows.num_blocks[0][row]))[0].astype(np.int64))
@@ -142,25 +182,31 @@ class Drafter:
             return np.pad(logits, ((0, 0), (0, missing)), constant_values=-np.inf)
         return np.ascontiguousarray(logits[:, : self._sampling.vocab_size])
 
-    def _hidden(self, rows: Ints, starts: Ints, counts: Ints, before: Array | None) -> Array:
+    def _hidden(self, head: _Head, rows: Ints, starts: Ints, counts: Ints, before: Array | None) -> Array:
         """Compute `counts` tokens of each row from `starts` on. Rows with one token come first. `before`: what a head
-        has computed of the tokens before them; None: the model that verifies has."""
+        has computed of the tokens before them; None: what was kept of them is read."""
         size, seq_lens = self._rows.block_size, starts + counts
         query_start_loc = np.concatenate(([0], np.cumsum(counts)))
         table = self._table(rows, -(-int(seq_lens.max()) // size))
         token_rows, positions = np.repeat(np.arange(len(rows)), counts), ranges(starts, counts)
-        indices, offsets = np.divmod(positions, size)
-        slots = table[token_rows, indices].astype(np.int64) * size + offsets
-        batch = AttentionBatch(query_start_loc, seq_lens, table, size, self._padding_block, first_key=self._first)
-        cached = CachedTokens(slots, batch)
+        batch = AttentionBatch(query_start_loc, seq_lens, table, size, self._padding_block, first_key=head.first)
+        cached = CachedTokens(self._slots(rows, starts, counts, 0), batch)
         token_ids = self._rows.token_ids[rows[token_rows], positions].astype(np.int64)
         token_ids = np.clip(token_ids, 0, self._num_embedded - 1)
-        if self._head is None:
+        if head.states is None:
             before = None
         elif before is None:
-            indices, offsets = np.divmod(positions - 1, size)
-            before = self._head.states_of(table[token_rows, indices].astype(np.int64) * size + offsets)
-        return self._model.hidden(StepTokens(token_ids, positions, dict.fromkeys(self._windows, cached), before))
+            before = head.states.states_of(self._slots(rows, starts, counts, 1))
+        windows = head.model.spec.decoder.windows()
+        return head.model.hidden(StepTokens(token_ids, positions, dict.fromkeys(windows, cached), before))
+
+    def _slots(self, rows: Ints, starts: Ints, counts: Ints, back: int) -> Ints:
+        """Return the slots of so many tokens of each row, or of those `back` before them."""
+        size = self._rows.block_size
+        table = self._table(rows, -(-int((starts + counts).max()) // size))
+        indices, offsets = np.divmod(ranges(starts, counts) - back, size)
+        slots: Ints = table[np.repeat(np.arange(len(rows)), counts), indices].astype(np.int64) * size + offsets
+        return slots
 
     def _table(self, rows: Ints, width: int) -> NDArray[np.int32]:
         """Return the blocks of the rows: those of their sequences, and behind them the row's own."""

@@ -45,9 +45,9 @@ class EagerRunner:
         info: RunnerInfo,
         max_num_seqs: int,
         adapters: RowAdapters | None = None,
-        draft: tuple[StepModel, KVCache] | None = None,
+        draft: Sequence[tuple[StepModel, KVCache]] = (),
     ) -> None:
-        """`draft`: a model that drafts tokens, and its cache."""
+        """`draft`: a model that drafts tokens, or heads that do, each with its cache."""
         self.info = info
         self.model = model
         self.kv_cache = kv_cache
@@ -62,7 +62,7 @@ class EagerRunner:
         self._piece_rows = piece_rows(max_num_seqs)
         model.use_caches(kv_cache.layers)
         num_blocks = kv_cache.of_kinds[0].num_blocks
-        self._drafter = None if draft is None else Drafter(*draft, num_blocks, self._rows, self._sampling)
+        self._drafter = Drafter(draft, num_blocks, self._rows, self._sampling) if draft else None
 
     def launch(self, plan: StepPlan) -> StepResult:
         self._apply_differences(plan)
@@ -82,7 +82,7 @@ class EagerRunner:
     def sleep(self) -> int:
         self.close()
         trim_heap()
-        return self.kv_cache.num_bytes + (0 if self._drafter is None else self._drafter.kv_cache.num_bytes)
+        return self.kv_cache.num_bytes + (0 if self._drafter is None else self._drafter.num_bytes)
 
     def wake(self) -> None:
         if self._drafter is not None:

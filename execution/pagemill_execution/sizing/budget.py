@@ -107,9 +107,10 @@ def plan_memory(
             raise _step_too_large(config, (sizes.weight_bytes, step_bytes, 0), state)
         num_blocks = _num_blocks(config, block_bytes, default_bytes)
     cache_tokens = num_blocks * config.block_size
-    activations = activation_bytes(config, spec, sizes, cache_tokens) + sizes.draft_step_bytes
+    activations = activation_bytes(config, spec, sizes, cache_tokens)
     if ranks:
         activations = _rank_bytes(config, ranks, state, cache_tokens)
+    activations += sizes.draft_step_bytes
     return _plan(config, num_blocks, sizes, state, activations, measured=False)
 
 

@@ -2,7 +2,7 @@
 is loaded.
 
 It computes the same tokens, keeps their keys and values in blocks of the same numbers, and so shares every prefix hit.
-`starting.load_cpu` loads it, `runners.drafter` runs it.
+`starting` loads it, `runners.drafter` and, on a GPU, `runners.device.device_drafter` run it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pagemill_execution.weights.opening import open_weights, shape_only_weights
 from pagemill_execution.weights.safetensors_folder import SafetensorsFolder
 from pagemill_models.files.safetensors_header import lacks_weights
 from pagemill_models.sources import resolve_source
-from pagemill_models.spec.heads import D2T, eagle3_head, mtp_head
+from pagemill_models.spec.heads import D2T, eagle3_head, mtp_heads, stored_of
 from pagemill_models.spec.model_files import load_model_spec
 from pagemill_models.spec.model_spec import ModelSpec
 from pagemill_models.tokenizer_files.load_bundle import load_bundle
@@ -42,13 +42,21 @@ class DraftModel(NamedTuple):
     compute: Compute
     token_ids: NDArray[np.int64] | None = None
     """The tokens of a head's own vocabulary, in the model's; None: it uses the model's head."""
+    further: tuple[DraftModel, ...] = ()
+    """The model's own layers that draft behind the first one."""
+
+    @property
+    def asks_target(self) -> bool:
+        """Whether it is a head without an embedding or logits of its own."""
+        return self.spec.decoder.reads is not None and not (self.spec.decoder.embeds and self.token_ids is not None)
 
     @property
     def kv_bytes_per_token(self) -> int:
-        return kv_bytes_per_token(self.spec, self.compute.kv_dtype)
+        of_further = sum(each.kv_bytes_per_token for each in self.further)
+        return kv_bytes_per_token(self.spec, self.compute.kv_dtype) + of_further
 
 
-def find_draft(config: ExecutionConfig, path: Path, spec: ModelSpec, *, on_gpu: bool) -> DraftModel | None:
+def find_draft(config: ExecutionConfig, path: Path, spec: ModelSpec) -> DraftModel | None:
     """Return what drafts by the settings, or None if nothing does. `path`, `spec`: the model that verifies.
 
     With `auto` the model's own layer drafts, where it has one that can be used; not that of a hybrid, since memory does
@@ -60,9 +68,10 @@ def find_draft(config: ExecutionConfig, path: Path, spec: ModelSpec, *, on_gpu: 
         return None
     if settings.method == "auto":
         try:
-            return None if on_gpu else _find(config, path, spec)
+            found = _find(config, path, spec)
         except LoadError:
             return None
+        return None if found is not None and found.compute.backend == "triton" and config.num_ranks > 1 else found
     return _find(config, path, spec) if settings.method in ("draft", "eagle3", "mtp") else None
 
 
@@ -70,10 +79,10 @@ def _find(config: ExecutionConfig, path: Path, spec: ModelSpec) -> DraftModel | 
     settings = config.speculative
     if spec.pooling is not None:
         raise _refused(f"`{spec.architecture}` generates no text, so nothing can be drafted for it. Remove it.")
-    if config.num_ranks > 1:
+    if config.pipeline_parallel_size > 1:
         raise _refused(
-            f"method {settings.method} needs one process, but tensorParallel x pipelineParallel is "
-            f"{config.num_ranks}. {_NOT_RUN}"
+            f"stages verify no proposed tokens, and method {settings.method} proposes them. Set pipelineParallel to 1, "
+            "or method to auto."
         )
     longest = min(config.max_model_len or spec.max_position_embeddings, spec.max_position_embeddings)
     if all(window is not None and window < longest for window in spec.decoder.windows()):
@@ -113,13 +122,16 @@ def _alone(config: ExecutionConfig, **changes: Any) -> ExecutionConfig:
 
 
 def _own_head(config: ExecutionConfig, path: Path, spec: ModelSpec) -> DraftModel | None:
-    """Return the model's own layer that drafts; None with `auto` if it declares none."""
-    head = mtp_head(spec)
-    if head is None:
+    """Return the model's own layers that draft; None with `auto` if it declares none. Files may have fewer of them
+    than they declare; a GPU runs the first."""
+    heads = mtp_heads(spec)
+    if not heads:
         if config.speculative.method == "auto":
             return None
         raise _refused(f"`{spec.architecture}` declares no layer that drafts (`num_nextn_predict_layers`). {_NOT_RUN}")
-    return _head(_alone(config, model_folder=config.model_folder, kv_cache_dtype="auto"), path, head, None)
+    alone = _alone(config, model_folder=config.model_folder, kv_cache_dtype="auto")
+    first, *others = (_head(alone, path, each, None) for each in stored_of(heads, path))
+    return first if first.compute.backend == "triton" else first._replace(further=tuple(others))
 
 
 def _eagle3(config: ExecutionConfig, head_path: Path, spec: ModelSpec, longest: int) -> DraftModel:

@@ -88,7 +88,12 @@ def ranks_here(config: ExecutionConfig, path: Path, spec: ModelSpec) -> list[Ran
     """Return what each of several processes on this machine holds; none for one process. Raises `LoadError`."""
     if config.num_ranks == 1:
         return []
-    return _rank_sizes(config, path, spec, storage_forms(choose_compute(config, spec)))
+    ranks = _rank_sizes(config, path, spec, storage_forms(choose_compute(config, spec)))
+    draft = find_draft(config, path, spec)
+    if draft is not None:  # the first rank drafts
+        sizes = with_draft(ranks[0].sizes, draft, config, storage_forms(draft.compute))
+        ranks[0] = ranks[0]._replace(sizes=sizes)
+    return ranks
 
 
 def ranks_on_gpu(config: ExecutionConfig, path: Path, spec: ModelSpec) -> list[RankSizes]:
@@ -126,11 +131,12 @@ def sizes_on_gpu(config: ExecutionConfig, path: Path, spec: ModelSpec) -> Sizes:
 def _sizes(
     config: ExecutionConfig, path: Path, spec: ModelSpec, storage: StorageForms, *, on_gpu: bool = False
 ) -> Sizes:
-    sizes, draft = (
-        sizes_of(config, _weights(config, path, spec, storage), spec, storage),
-        find_draft(config, path, spec, on_gpu=on_gpu),
-    )
-    return sizes if draft is None else with_draft(sizes, draft, config)
+    sizes = sizes_of(config, _weights(config, path, spec, storage), spec, storage)
+    # The device need not be present: what drafts is stored in its forms wherever it is looked at.
+    draft = find_draft(msgspec.structs.replace(config, device="cpu") if on_gpu else config, path, spec)
+    if draft is None or (on_gpu and config.num_ranks > 1):
+        return sizes
+    return with_draft(sizes, draft, config, gpu_storage_forms(draft.config) if on_gpu else storage_forms(draft.compute))
 
 
 def _weights(config: ExecutionConfig, path: Path, spec: ModelSpec, storage: StorageForms) -> WeightSource:
@@ -140,9 +146,19 @@ def _weights(config: ExecutionConfig, path: Path, spec: ModelSpec, storage: Stor
     return weights_of(config, path, spec, small_floats)
 
 
-def with_draft(sizes: Sizes, draft: DraftModel, config: ExecutionConfig) -> Sizes:
-    """Return the sizes of a model and its draft model together. `config`: that of the model."""
-    own = _sizes(draft.config, draft.path, draft.spec, storage_forms(draft.compute))
+def with_draft(sizes: Sizes, draft: DraftModel, config: ExecutionConfig, storage: StorageForms) -> Sizes:
+    """Return the sizes of a model and its draft model together. `config`: that of the model; `storage`: what drafts."""
+    own = _sizes(draft.config, draft.path, draft.spec, storage)
+    for each in draft.further:
+        further = _sizes(each.config, each.path, each.spec, storage)
+        own = own._replace(
+            weight_bytes=own.weight_bytes + further.weight_bytes,
+            kv_bytes_per_token=own.kv_bytes_per_token + further.kv_bytes_per_token,
+        )
+    if config.num_ranks > 1 and draft.asks_target:  # rank 0 has the model's embedding and head whole
+        table = draft.spec.decoder.embedding
+        whole = 2 * table.num_rows * table.size * NUMPY_TYPES[storage.dtype].itemsize
+        own = own._replace(weight_bytes=own.weight_bytes + whole)
     scratch_bytes = config.step.max_num_seqs * scratch_blocks(config) * config.block_size * own.kv_bytes_per_token
     return sizes._replace(
         weight_bytes=sizes.weight_bytes + own.weight_bytes,
@@ -178,8 +194,8 @@ def weights_of(
     """Return the stored weights, or weights that are quantized while they are read. Raises `LoadError`."""
     stored = open_weights(path, early_digest, spec.decoder.stacked, keeps_small_floats)
     unused = next((name for name in stored.shapes if name.startswith(spec.decoder.ignored_layers)), None)
-    if unused is not None and (spec.decoder.mtp is None or spec.has_states) and config.speculative.method != "mtp":
-        remedy = "; set speculative.method to mtp to draft with them" if spec.decoder.mtp is not None else ""
+    if unused is not None and (not spec.decoder.mtp or spec.has_states) and config.speculative.method != "mtp":
+        remedy = "; set speculative.method to mtp to draft with them" if spec.decoder.mtp else ""
         logger.info("`%s` has layers that draft tokens (`%s`), which are not used%s.", path, unused, remedy)
     return _rounded(config, path, spec, DeclaredWeights(stored, spec.decoder))
 

@@ -53,8 +53,7 @@ def load_on_cpu(files: ModelFiles, compute: Compute) -> Runner:
 def _runner(files: ModelFiles, prepared: PreparedModel) -> Runner:
     config, compute, spec, num_blocks = prepared.config, prepared.compute, files.spec, prepared.num_blocks
     draft = prepared.draft
-    draft_bytes = 0 if draft is None else draft.kv_bytes_per_token * config.block_size
-    cache = cache_kinds(config, spec, compute.kv_dtype, num_blocks, draft_bytes)
+    cache = cache_kinds(config, spec, compute.kv_dtype, num_blocks, prepared.draft_block_bytes)
     # A draft model has as many blocks as the first kind, so the number of these is fixed beside one.
     shares_memory = len(cache.kinds) > 1 and draft is None
     max_model_len = max_model_len_for(config, spec, cache, shares_memory=shares_memory)
@@ -81,13 +80,27 @@ def _runner(files: ModelFiles, prepared: PreparedModel) -> Runner:
             adapters = row_adapters(store, spec.decoder, config.step.max_num_seqs, natively=compute.is_native)
         if draft is None:
             return EagerRunner(model, kv_cache, info, config.step.max_num_seqs, adapters)
-        drafting = _draft(files, prepared, draft, cache.counts[0], max_model_len, model)
-        info = info._replace(drafts=True, weight_bytes=info.weight_bytes + drafting[0].num_bytes)
+        drafting = load_draft(files, prepared, draft, cache.counts[0], max_model_len, model)
+        draft_bytes = sum(each.num_bytes for each, _ in drafting)
+        info = info._replace(drafts=True, weight_bytes=info.weight_bytes + draft_bytes)
         return EagerRunner(model, kv_cache, info, config.step.max_num_seqs, adapters, drafting)
     return PoolingRunner(model, kv_cache, info, config.step.max_num_seqs, Pooler(spec.pooling, model.classifier))
 
 
-def _draft(
+def load_draft(
+    files: ModelFiles,
+    prepared: PreparedModel,
+    draft: DraftModel,
+    num_blocks: int,
+    max_model_len: int,
+    target: TargetModel,
+) -> list[tuple[StepModel, KVCache]]:
+    """Load what drafts for `target`, a model or its heads. `num_blocks`: of the cache kind that keeps everything."""
+    num_blocks += prepared.config.step.max_num_seqs * scratch_blocks(prepared.config)
+    return [_drafting(files, prepared, each, num_blocks, max_model_len, target) for each in (draft, *draft.further)]
+
+
+def _drafting(
     files: ModelFiles,
     prepared: PreparedModel,
     draft: DraftModel,
@@ -95,7 +108,6 @@ def _draft(
     max_model_len: int,
     target: TargetModel,
 ) -> tuple[StepModel, KVCache]:
-    """Load what drafts for `target`. `num_blocks`: of the cache kind that keeps everything."""
     config, spec, compute = draft.config, draft.spec, draft.compute
     with refusals(draft.path):
         weights = weights_of(config, draft.path, spec, compute.weight_forms.small_floats)
@@ -107,8 +119,7 @@ def _draft(
             model = _native(own, spec, max_model_len)
         else:
             model = _torch(drafted, own, max_model_len)
-    num_own = prepared.config.step.max_num_seqs * scratch_blocks(prepared.config)
-    return model, KVCache(spec, num_blocks + num_own, config.block_size, compute.kv_dtype)
+    return model, KVCache(spec, num_blocks, config.block_size, compute.kv_dtype)
 
 
 def _head(draft: DraftModel, weights: WeightSource, max_model_len: int, target: TargetModel) -> StepModel:

@@ -17,7 +17,7 @@ import numpy as np
 from pagemill_execution.config import ExecutionConfig
 from pagemill_execution.decoders.native.decoder import NativeDecoder
 from pagemill_execution.decoders.rope import Rotations, decoder_tables
-from pagemill_execution.decoders.step_model import StepModel, StepTokens, WrappedModel
+from pagemill_execution.decoders.step_model import DividedTarget, StepModel, StepTokens, TargetModel, WrappedModel
 from pagemill_execution.runners.base import Runner, RunnerInfo
 from pagemill_execution.runners.eager import EagerRunner, ThreadedRunner
 from pagemill_execution.runners.kv_cache import KVCache
@@ -29,10 +29,12 @@ from pagemill_execution.runners.ranks.ranked import RankedRunner
 from pagemill_execution.runners.ranks.speeds import RankSpeeds, RankWork, TimedModel
 from pagemill_execution.runners.row_adapters import HeldAdapters, RowAdapters, row_adapters
 from pagemill_execution.sizing.compute import Compute, choose_compute
+from pagemill_execution.sizing.draft import DraftModel
 from pagemill_execution.sizing.kv_sizes import CacheBlocks, cache_kinds, max_model_len_for
 from pagemill_execution.sizing.memory import MemoryState, measure_memory
 from pagemill_execution.sizing.rank_parts import RankPart, RankPlace, part_of
 from pagemill_execution.sizing.sizing import weights_of
+from pagemill_execution.starting.load_cpu import load_draft
 from pagemill_execution.starting.preparing import (
     ModelFiles,
     PreparedModel,
@@ -43,6 +45,7 @@ from pagemill_execution.starting.preparing import (
 )
 from pagemill_execution.starting.threads import threads_of_ranks, torch_threads
 from pagemill_execution.weights.errors import LoadError
+from pagemill_execution.weights.sliced import SlicedTensors
 from pagemill_execution.weights.source import WeightSource
 from pagemill_kernels.arrays import Array
 from pagemill_kernels.cpu import launch
@@ -53,6 +56,7 @@ from pagemill_kernels.ranks.ring import RingWriter, ring_bytes
 from pagemill_kernels.ranks.shared_logits import SharedLogits, logits_bytes
 from pagemill_kernels.ranks.shared_memory import SharedMemoryGroup, group_bytes
 from pagemill_kernels.ranks.tcp_group import TcpGroup
+from pagemill_models.sharding.shard import shard
 from pagemill_models.sharding.slices import Range
 from pagemill_models.spec.model_files import load_model_spec
 from pagemill_models.spec.model_spec import ModelSpec
@@ -92,6 +96,8 @@ class RankSettings(msgspec.Struct):
     num_blocks: int
     stages: list[Range]
     """The layers of each."""
+    draft_block_bytes: int = 0
+    """What rank 0 keeps beside each block of the first kind, to draft tokens."""
     meeting: tuple[str, int] | None = None
     """Where ranks meet that compute on devices; None: they compute on CPUs."""
 
@@ -140,7 +146,8 @@ def load_ranks(files: ModelFiles, compute: Compute, stuck_seconds: float = STUCK
         RankSettings(
             config, str(files.path), rank, os.getpid(), threads[rank], group_memory.file, ring_memory.file,
             None if logits_memory is None else logits_memory.file, capacity, stuck_seconds, prepared.num_blocks,
-            prepared.stages, None if meeting is None else (meeting.address, meeting.port),
+            prepared.stages, prepared.draft_block_bytes,
+            None if meeting is None else (meeting.address, meeting.port),
         )
         for rank in range(1, size)
     ]  # fmt: skip
@@ -259,7 +266,9 @@ def follower_of(
         if settings.logits_file is not None:
             num_bytes = logits_bytes(config.step.max_num_seqs, spec.vocab_size)
             logits_memory = SharedMemory(settings.logits_file, num_bytes)
-        loaded = load_part(config, compute, spec, part, weights, settings.num_blocks, group, logits_memory)
+        loaded = load_part(
+            config, compute, spec, part, weights, settings.num_blocks, group, logits_memory, settings.draft_block_bytes
+        )
     info = info._replace(max_model_len=loaded.max_model_len, weight_bytes=loaded.model.num_bytes)
     rows = None if followed is None else _rows(config, compute, part, followed)
     runner = FollowerRunner(
@@ -303,13 +312,45 @@ def first_rank(
         from pagemill_execution.starting.load_device_ranks import leading
 
         return leading(files, prepared, part, info, meeting, signals, store)
-    loaded = load_part(config, compute, spec, part, weights, prepared.num_blocks, group, logits_memory)
+    loaded = load_part(
+        config, compute, spec, part, weights, prepared.num_blocks, group, logits_memory, prepared.draft_block_bytes
+    )
     trim_heap()
     files.progress("allocating", describe_cache(loaded.blocks, config.block_size, compute.kv_dtype))
     info = info._replace(max_model_len=loaded.max_model_len, weight_bytes=loaded.model.num_bytes)
     rows = None if store is None else _rows(config, compute, part, store)
     runner = AskingRunner if isinstance(loaded.model, AskingModel) else EagerRunner
-    return runner(loaded.model, loaded.cache, info.with_cache(loaded.blocks), config.step.max_num_seqs, rows)
+    drafting: list[tuple[StepModel, KVCache]] = []
+    if prepared.draft is not None:
+        drafting = _draft(files, prepared, prepared.draft, loaded)
+        draft_bytes = sum(each.num_bytes for each, _ in drafting)
+        info = info._replace(drafts=True, weight_bytes=info.weight_bytes + draft_bytes)
+    return runner(loaded.model, loaded.cache, info.with_cache(loaded.blocks), config.step.max_num_seqs, rows, drafting)
+
+
+def _draft(
+    files: ModelFiles, prepared: PreparedModel, draft: DraftModel, loaded: LoadedPart
+) -> list[tuple[StepModel, KVCache]]:
+    """Load what drafts, whole: rank 0 runs it between steps. A head also gets the model's embedding and head whole,
+    unless it has its own."""
+    target = loaded.plain
+    if draft.asks_target:
+        target = DividedTarget(loaded.plain, _bare(prepared, files.spec, loaded.max_model_len))
+    return load_draft(files, prepared, draft, loaded.blocks.counts[0], loaded.max_model_len, target)
+
+
+def _bare(prepared: PreparedModel, spec: ModelSpec, max_model_len: int) -> TargetModel:
+    """Return a model's embedding and head, without its layers."""
+    own = shard(msgspec.structs.replace(spec.decoder, layers=()), 0, 1)
+    bare, compute = msgspec.structs.replace(spec, decoder=own.decoder), prepared.compute
+    weights = SlicedTensors(prepared.weights, spec.decoder, own.decoder, own.slices)
+    if compute.is_native:
+        rotations = Rotations(decoder_tables(own.decoder, max_model_len, weights))
+        return NativeDecoder(bare, compute.native_ops, weights, rotations)
+    from pagemill_execution.runners.torch_model import TorchModel, load_decoder, rotations_of
+
+    rotations_on_torch = rotations_of(bare, compute, weights, max_model_len)
+    return TorchModel(load_decoder(bare, compute, weights), compute.ops, rotations_on_torch)
 
 
 def read_together(runner: RankedRunner, answers: Callable[[], list[str]], *, sends_files: bool = False) -> None:
@@ -356,6 +397,8 @@ class StagedModel(WrappedModel):
 
 class LoadedPart(NamedTuple):
     model: StepModel
+    plain: TargetModel
+    """What computes it, without what is done around it."""
     cache: KVCache
     blocks: CacheBlocks
     max_model_len: int
@@ -370,11 +413,12 @@ def load_part(
     num_blocks: int,
     group: ComputingGroup,
     logits_memory: SharedMemory | None,
+    draft_block_bytes: int = 0,
 ) -> LoadedPart:
-    """Load a rank's part. `spec`, `whole`: of the whole model."""
+    """Load a rank's part. `spec`, `whole`: of the whole model; `draft_block_bytes`: of `cache_kinds`."""
     weights, place = part.weights(whole, spec.decoder), part.place
     # The whole model's division among cache kinds: blocks have the same ids on all ranks.
-    blocks = cache_kinds(config, spec, compute.kv_dtype, num_blocks)
+    blocks = cache_kinds(config, spec, compute.kv_dtype, num_blocks, draft_block_bytes)
     max_model_len = max_model_len_for(config, spec, blocks)
     logits = None
     columns = part.spec.decoder.vocabulary
@@ -383,9 +427,10 @@ def load_part(
         logits = SharedLogits(logits_memory, group, spec.vocab_size, columns)
     is_divided = isinstance(group, TcpGroup) and columns is not None
     if compute.is_native:
-        model = _native(part.spec, compute, weights, max_model_len, group, logits, gathers=not is_divided)
+        plain = _native(part.spec, compute, weights, max_model_len, group, logits, gathers=not is_divided)
     else:
-        model = _on_torch(part.spec, compute, weights, max_model_len, group, gathers=not is_divided)
+        plain = _on_torch(part.spec, compute, weights, max_model_len, group, gathers=not is_divided)
+    model: StepModel = plain
     if group.members < group.size:
         model = StagedModel(model, group, place)
     model = TimedModel(model, group)
@@ -398,7 +443,7 @@ def load_part(
         part.spec, blocks.counts, config.block_size, compute.kv_dtype, kinds, max_rows=config.step.max_num_seqs,
         most_proposed=blocks.most_proposed,
     )  # fmt: skip
-    return LoadedPart(model, cache, blocks, max_model_len)
+    return LoadedPart(model, plain, cache, blocks, max_model_len)
 
 
 def _native(
@@ -410,7 +455,7 @@ def _native(
     logits: SharedLogits | None,
     *,
     gathers: bool,
-) -> StepModel:
+) -> TargetModel:
     rotations = Rotations(decoder_tables(spec.decoder, max_model_len, weights))
     # The layers of a stage with one rank add nothing, but come to the same cuts.
     divided = group if group.members > 1 else None
@@ -425,7 +470,7 @@ def _on_torch(
     group: ComputingGroup,
     *,
     gathers: bool,
-) -> StepModel:
+) -> TargetModel:
     from pagemill_execution.runners.torch_model import TorchModel, load_decoder, rotations_of
 
     rotations = rotations_of(spec, compute, weights, max_model_len)
@@ -440,12 +485,6 @@ def _within(layers: tuple[int, ...], stage: Range) -> tuple[int, ...]:
 
 def check_settings(config: ExecutionConfig, compute: Compute) -> None:
     """Raise `LoadError` for settings with which ranks do not follow plans."""
-    if config.speculative.method == "draft":
-        raise LoadError(
-            "SettingsUnsupported",
-            "Draft models propose for models in one process. Set tensorParallel and pipelineParallel to 1, or the "
-            "speculative method to auto.",
-        )
     if config.pipeline_parallel_size == 1:
         return
     if compute.backend != "triton" and not compute.is_native and compute.activation_dtype != "float32":

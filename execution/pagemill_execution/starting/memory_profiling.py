@@ -11,7 +11,6 @@ from typing import Protocol
 import torch
 
 from pagemill_execution.config import ExecutionConfig
-from pagemill_execution.decoders.on_torch.filling import weight_bytes
 from pagemill_execution.runners.device.device_runner import DeviceRunner
 from pagemill_execution.sizing.budget import MeasuredMemory, Sizes, plan_measured
 from pagemill_execution.sizing.kv_sizes import cache_kinds, max_model_len_for
@@ -60,19 +59,22 @@ def profile_memory(
     before: MemoryState,
     meter: Meter,
     least: Callable[[int], int] | None = None,
+    draft_block_bytes: int = 0,
 ) -> None:
     """Size the KV cache by measured steps. Raises `LoadError`.
 
     `spec`: of the whole model. `before`: the device's memory before the weights. `least`: gives other ranks a number of
-    blocks and returns the least of all; None: there are none. The contents of the runner's cache are lost.
+    blocks and returns the least of all; None: there are none. `draft_block_bytes`: of `cache_kinds`. The contents of
+    the runner's cache are lost.
     """
-    alone = least is None
+    alone = least is None and not draft_block_bytes
     step_bytes = meter.peak_bytes(lambda: compile_kernels(runner, config))
     graph_bytes = _graph_bytes(runner, config, spec, meter) if config.cuda_graphs else 0
-    sizes = sizes._replace(weight_bytes=weight_bytes(runner.model))
+    sizes = sizes._replace(weight_bytes=runner.weight_bytes)
     measured = MeasuredMemory(meter.free_bytes(), step_bytes, graph_bytes)
     num_blocks, budget = plan_measured(config, spec, sizes, before, measured)
-    cache = cache_kinds(config, spec, runner.kv_cache.kind, num_blocks if least is None else least(num_blocks))
+    num_blocks = num_blocks if least is None else least(num_blocks)
+    cache = cache_kinds(config, spec, runner.kv_cache.kind, num_blocks, draft_block_bytes)
     longest = max_model_len_for(config, spec, cache, shares_memory=alone)
     info = runner.info.with_cache(cache, shares_memory=alone)
     runner.resize_cache(info._replace(max_model_len=min(info.max_model_len, longest), memory=budget))

@@ -327,7 +327,7 @@ def _invite(
     for rank, member in members.items():
         settings = RankSettings(
             plain, "", rank, 0, 0, -1, -1, None, capacity, stuck_seconds, prepared.num_blocks, prepared.stages,
-            None if meeting is None else (meeting.address, meeting.port),
+            prepared.draft_block_bytes, None if meeting is None else (meeting.address, meeting.port),
         )  # fmt: skip
         below = {other: (each.host, each.joining.port) for other, each in members.items() if other < rank}
         send_frame(member.connection, msgspec.json.encode(Invitation(settings, below)))

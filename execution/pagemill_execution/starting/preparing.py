@@ -65,6 +65,11 @@ class PreparedModel(NamedTuple):
     """The layers of each stage of a pipeline."""
     draft: DraftModel | None = None
 
+    @property
+    def draft_block_bytes(self) -> int:
+        """What a draft model keeps beside each block of the first kind."""
+        return 0 if self.draft is None else self.draft.kv_bytes_per_token * self.config.block_size
+
 
 def prepare(
     files: ModelFiles, compute: Compute, before: MemoryState, others: Sequence[MemoryState] = ()
@@ -82,9 +87,9 @@ def prepare(
     # Ranks of CPUs share the memory of their node; each GPU has its own.
     whole, here = sizes_of(config, weights, spec, storage), ranks[: 1 if before.is_gpu else config.ranks_here]
     sizes = together(whole, here)
-    draft = find_draft(config, files.path, spec, on_gpu=compute.backend == "triton")
+    draft = find_draft(config, files.path, spec)
     if draft is not None:
-        sizes = with_draft(sizes, draft, config)
+        sizes = with_draft(sizes, draft, config, storage_forms(draft.compute))
     config = choose_step_limits(config, spec, sizes, before)
     num_blocks, budget = plan_memory(config, spec, sizes, before, here)
     for number, state in enumerate(others, start=1):  # the node with the least room decides

@@ -121,10 +121,12 @@ def attend(
     HAS_CODES: tl.constexpr,
     IS_FP8: tl.constexpr,
     PRECISION: tl.constexpr,
+    FIRST_KEY: tl.constexpr = 0,
 ):
     """Compute out = softmax(q k^T * scale + mask) v, or with splits the partial results for `join_splits`.
 
     few_tokens: requests with at most this many tokens are decodes, and only the launch for decodes computes them.
+    FIRST_KEY: tokens of a context before this one are seen by themselves alone.
     """
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
@@ -235,10 +237,14 @@ def attend(
         is_masked = tile + TILE > context + first + 1
         if HAS_WINDOW:
             is_masked |= tile < upper - window
+        if FIRST_KEY > 0:
+            is_masked |= tile < FIRST_KEY
         if is_masked:
             visible = key_position[None, :] <= position[:, None]
             if HAS_WINDOW:
                 visible &= key_position[None, :] > position[:, None] - window
+            if FIRST_KEY > 0:
+                visible &= (key_position[None, :] >= FIRST_KEY) | (position[:, None] < FIRST_KEY)
             scores = tl.where(visible, scores, float("-inf"))
 
         # Softmax over what was seen so far: rescale the old sum and result to the new maximum.

@@ -43,6 +43,8 @@ class TritonPlan:
     """Tokens of the request that has most tokens in the step."""
     has_few: bool
     """Whether some requests may be decodes."""
+    first_key: int = 0
+    """Tokens of a context before this one are not attended to, but by themselves."""
 
     def __post_init__(self) -> None:
         num_requests = len(self.seq_lens)
@@ -84,6 +86,7 @@ def plan_attention(
         sliding_window=sliding_window,
         longest=int(num_tokens.max(initial=0)),
         has_few=bool(((num_tokens > 0) & (num_tokens <= DECODE_LIMIT)).any()),
+        first_key=batch.first_key,
     )
 
 
@@ -94,10 +97,12 @@ def plan_on_device(
     kind: int,
     sliding_window: int | None,
     block_size: int,
+    first_key: int = 0,
 ) -> TritonPlan:
     """Plan attention for inputs that are on the device.
 
-    `longest`: tokens of the request that has most tokens; `kind`: number of the layers' cache kind.
+    `longest`: tokens of the request that has most tokens; `kind`: number of the layers' cache kind; `first_key`: as in
+    `TritonPlan`.
     """
     return TritonPlan(
         query_start_loc=inputs.query_start_loc[: num_requests + 1],
@@ -108,6 +113,7 @@ def plan_on_device(
         sliding_window=sliding_window,
         longest=longest,
         has_few=longest <= DECODE_LIMIT or num_requests > 1,
+        first_key=first_key,
     )
 
 
@@ -273,6 +279,7 @@ def _attend(
         HAS_CODES=has_codes,
         IS_FP8=cache.dtype == torch.float8_e4m3fn,
         PRECISION=precision(query.dtype),
+        FIRST_KEY=plan.first_key,
         enable_fp_fusion=True,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,

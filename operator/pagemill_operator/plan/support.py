@@ -145,8 +145,11 @@ def _process_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
     cores = 0 if cpu is None else math.ceil(cpu_cores(cpu))
     here = size * stages // (spec.engine.pods_per_replica or 1)
     message, speculative = None, spec.engine.speculative
-    if size * stages > 1 and speculative is not None and speculative.method in ("draft", "eagle3", "mtp"):
-        message = "what drafts does so for one process; set it to 1, or spec.engine.speculative.method to auto"
+    is_divided = stages > 1 or (size > 1 and bool(spec.resources.gpus))
+    if is_divided and speculative is not None and speculative.method in ("draft", "eagle3", "mtp"):
+        message = (
+            "what drafts does so for no stages and one GPU; set it to 1, or spec.engine.speculative.method to auto"
+        )
     elif size * stages > MOST_PROCESSES:
         message = f"tensorParallel x pipelineParallel may be {MOST_PROCESSES} processes at most; lower them"
     elif not spec.resources.gpus and 0 < cores < here:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from replay_recorder import ReplayRecorder
 from tiny_llama import write_tiny_llama
 from triton_device import DEVICE, NO_FP8, ReplayRecorder
 

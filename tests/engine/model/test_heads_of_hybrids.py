@@ -28,7 +28,7 @@ from pagemill_execution.decoders.head_states import HeadStates
 from pagemill_execution.decoders.native.head import NativeHead
 from pagemill_execution.weights.errors import LoadError
 from pagemill_execution.weights.opening import open_weights
-from pagemill_models.spec.heads import stored_mtp_head
+from pagemill_models.spec.heads import stored_mtp_heads
 from pagemill_models.spec.model_files import load_model_spec
 from pagemill_models.tokenizer_files.load_bundle import load_bundle
 
@@ -231,7 +231,7 @@ def test_the_head_of_a_gguf_file_is_that_of_the_folder(references: References, t
     layers = {"block_count": 5, "nextn_predict_layers": 1}
     write_family_gguf(path, folder, "qwen35", **layers)
     stored, spec = load_model_spec(folder), load_model_spec(path)
-    head, of_folder = (stored_mtp_head(each, at, whole=True) for each, at in ((spec, path), (stored, folder)))
+    head, of_folder = (stored_mtp_heads(each, at, whole=True)[0] for each, at in ((spec, path), (stored, folder)))
     assert head is not None
     assert of_folder is not None
     assert (spec.num_layers, head.num_parameters) == (4, of_folder.num_parameters)

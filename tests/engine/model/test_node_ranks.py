@@ -15,13 +15,15 @@ import msgspec
 import numpy as np
 import psutil
 import pytest
+from eagle_heads import VOCAB, write_eagle3
 from hung_processes import hang
 from node_engine import NodeProcess, NodeThread, kept_threads, load_first, node_config, of_node
 from ranked_engine import BASE, LONG, ROUNDS, SETTINGS, Engine, answers, prompts_of, saved
+from recorded_drafts import Found, record_drafts
 from waiting import SOON_S, WAIT_LIMIT_S, busy_factor
 
 from pagemill_engine.config import EngineConfig
-from pagemill_execution.config import NodesConfig
+from pagemill_execution.config import NodesConfig, SpeculationConfig
 from pagemill_execution.runners.ranks import speeds
 from pagemill_execution.runners.ranks.identity import RankIdentity
 from pagemill_execution.runners.ranks.ranked import RanksLostError
@@ -43,6 +45,12 @@ pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no native kerne
 def _kept() -> Iterator[None]:
     with kept_threads():
         yield
+
+
+@pytest.fixture
+def drafted(monkeypatch: pytest.MonkeyPatch) -> Found:
+    """What was drafted, behind which known tokens."""
+    return record_drafts(monkeypatch)
 
 
 DRAWN = [
@@ -91,6 +99,28 @@ def test_other_families_on_nodes_give_the_tokens_of_one_process(kind: str, tmp_p
     runner = load_first(config)
     assert answers(runner) == expected
     runner.close()
+    assert node.join() is None
+
+
+@pytest.mark.slow
+def test_rank_0_of_several_nodes_drafts(tmp_path: Path, runner_loader: Any, drafted: Found) -> None:
+    """Beside the logits that ranks of nodes divide among them."""
+    folder = saved("Llama", tmp_path / "model", vocab_size=VOCAB, num_hidden_layers=4)
+    head = write_eagle3(tmp_path / "head", eagle_aux_hidden_state_layer_ids=[1, 2, 3])
+    speculative = SpeculationConfig(method="eagle3", source=str(head), num_tokens=3)
+    config = node_config(folder, 2, speculative=speculative)
+    node = NodeThread(of_node(config, 1))
+    single, runner = runner_loader(folder, **SETTINGS, speculative=speculative), load_first(config)
+    found = []
+    for each in (single, runner):
+        engine = Engine(each)
+        assert engine.core._proposals is not None
+        engine.core._proposals._ms_of = None
+        found.append((engine.run(prompts_of(1), LONG), dict(drafted)))
+        del drafted[:]
+        each.close()
+    assert found[0] == found[1]
+    assert len(found[0][1]) > 50
     assert node.join() is None
 
 

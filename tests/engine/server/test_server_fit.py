@@ -17,7 +17,7 @@ from pagemill_engine.server import fit
 from pagemill_execution.config import SpeculationConfig
 from pagemill_execution.sizing import memory
 from pagemill_models.sources import resolve_source
-from pagemill_models.spec.heads import mtp_head
+from pagemill_models.spec.heads import mtp_heads
 from pagemill_models.spec.model_files import load_model_spec
 from pagemill_servers.process.cgroup import folders, usable_cores
 
@@ -109,7 +109,7 @@ def test_a_models_own_head_is_counted_where_it_drafts(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(fit, "memory_limit", lambda: fit.RUNTIME_BYTES)
     write_names()
-    head = mtp_head(load_model_spec(tmp_path))
+    head = mtp_heads(load_model_spec(tmp_path))[0]
     assert head is not None
     names += head.decoder.shapes()
     assert needed("off") == 8

@@ -94,7 +94,7 @@ class NativeDecoder:
         self.norm = parts.norm(declared.norm)
         self.head = tied or (None if declared.head is None else _Head(declared.head, product, outside, parts, logits))
         self.classifier = None if declared.classifier is None else NativeClassifier(declared.classifier, parts)
-        self._runs = [(0, NativeLayers(self.layers))]
+        self._runs = [(0, NativeLayers(self.layers))] if self.layers else []
         """The layers, divided where hidden states are kept, with the number of each first one."""
         # A layer without keys and values of its own reads those of an earlier one.
         self._cached_in = [_cache_of(layer, index) for index, layer in enumerate(declared.layers)]

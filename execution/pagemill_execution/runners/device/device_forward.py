@@ -5,16 +5,16 @@ It only launches kernels and reads nothing, so that a pass can be recorded (`run
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import torch
 from torch import Tensor
 
-from pagemill_execution.decoders.on_torch.context import ForwardContext, RowsContext
-from pagemill_execution.decoders.on_torch.decoder import Decoder, DecoderLayer
+from pagemill_execution.decoders.on_torch.context import ForwardContext, ProductContext, RowsContext
+from pagemill_execution.decoders.on_torch.decoder import DecoderLayer
 from pagemill_execution.decoders.on_torch.device_rotations import DeviceRotations
 from pagemill_execution.runners.device.device_kv_cache import DeviceKVCache
 from pagemill_kernels.adapters.triton_launch import TritonAdapterRows
@@ -22,6 +22,26 @@ from pagemill_kernels.ranks.distributed import DistributedGroup
 from pagemill_kernels.ranks.group import RankGroup
 from pagemill_kernels.registry import DeviceOps, Ops
 from pagemill_kernels.request_rows.layout import DeviceStepInputs, RowLayout
+from pagemill_models.spec.model_spec import ModelSpec
+
+
+class ComputedModel(Protocol):
+    """What a pass needs of a decoder, or of a head that drafts."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def layers(self) -> list[DecoderLayer]: ...
+
+    def forward_layers(self, layers: Iterable[DecoderLayer], token_ids: Tensor, context: ForwardContext) -> Tensor: ...
+
+    def compute_logits(self, hidden: Tensor, context: ProductContext) -> Tensor: ...
+
+    def raw_logits(self, hidden: Tensor, context: ProductContext) -> Tensor: ...
 
 
 class Neighbours(NamedTuple):
@@ -41,7 +61,7 @@ ALONE = Neighbours()
 class DeviceForward:
     def __init__(
         self,
-        model: Decoder,
+        model: ComputedModel,
         ops: Ops,
         on_device: DeviceOps,
         kv_cache: DeviceKVCache,
@@ -58,6 +78,9 @@ class DeviceForward:
         self.has_head = neighbours.behind is None
         self.columns = (model.spec.decoder.vocabulary or (0, model.spec.vocab_size)) if self.has_head else (0, 0)
         """Of the vocabulary, whose logits this rank computes."""
+        self._first_key = 0
+        self.keep: Callable[[DeviceStepInputs, Tensor], None] | None = None
+        """Takes the hidden states of each pass, for a head that reads them; part of what is recorded."""
         self._layers = model.layers
         self._kinds: list[DecoderLayer] = []
 
@@ -118,7 +141,7 @@ class DeviceForward:
 
     def hidden(self, inputs: DeviceStepInputs, longest: int, adapters: TritonAdapterRows | None = None) -> Tensor:
         """Return normalised hidden states, [tokens, hidden]; those between two layers if another rank goes on."""
-        given, behind = self._given(len(inputs.token_ids)), self._neighbours.behind
+        given, behind = self._given(inputs), self._neighbours.behind
         plan, num_requests = self._on_device.plan_attention, len(inputs.seq_lens)
         kind_of = self._kv_cache.kind_of
         context = ForwardContext(
@@ -127,7 +150,7 @@ class DeviceForward:
             kv_caches=self._kv_cache.layers,
             kv_slots={window: inputs.slots[kind] for window, kind in kind_of.items()},
             attention_plans={
-                window: plan(inputs, num_requests, longest, kind, window, self._block_size)
+                window: plan(inputs, num_requests, longest, kind, window, self._block_size, self._first_key)
                 for window, kind in kind_of.items()
             },
             hidden=given,
@@ -138,6 +161,8 @@ class DeviceForward:
         found = self._model.forward_layers(self._layers, inputs.token_ids, context)
         if behind is not None:
             behind.send(found, 1 - behind.rank)
+        if self.keep is not None:
+            self.keep(inputs, found)
         return found
 
     def _states_of(self, inputs: DeviceStepInputs, longest: int) -> Any:
@@ -147,12 +172,12 @@ class DeviceForward:
         num_tokens, plan = len(inputs.token_ids), self._on_device.plan_states
         return plan(inputs.query_start_loc, inputs.states, num_tokens, longest, self._block_size)
 
-    def _given(self, num_tokens: int) -> Tensor | None:
+    def _given(self, inputs: DeviceStepInputs) -> Tensor | None:
         """Return the hidden states that the rank before this one sends; None: this one embeds tokens."""
         before = self._neighbours.before
         if before is None:
             return None
-        given = self.empty_hidden(num_tokens)
+        given = self.empty_hidden(len(inputs.token_ids))
         before.receive(given, 1 - before.rank)
         return given
 

@@ -184,6 +184,10 @@ class DeviceRows:
             self.num_tokens[row] += num_tokens
             self.num_computed_tokens[row] += num_tokens
 
+    def row(self, request_id: str) -> int | None:
+        """Return a request's row; None: it has none, or has been released since."""
+        return self._row_of.get(request_id)
+
     def _admit(self, admitted: AdmittedSequence, sampling: SamplingRows, staging: Staging) -> None:
         self._decode = None
         row = self._row_of.get(admitted.request_id)

@@ -21,13 +21,16 @@ from torch import Tensor
 
 from pagemill_execution.decoders.on_torch.decoder import Decoder
 from pagemill_execution.decoders.on_torch.device_rotations import DeviceRotations
+from pagemill_execution.decoders.on_torch.filling import weight_bytes
 from pagemill_execution.runners.base import RunnerInfo
 from pagemill_execution.runners.device.device_adapters import DeviceAdapters
+from pagemill_execution.runners.device.device_drafter import DeviceDraft, DeviceDrafter
 from pagemill_execution.runners.device.device_forward import ALONE, DeviceForward, Neighbours
 from pagemill_execution.runners.device.device_kv_cache import DeviceKVCache
 from pagemill_execution.runners.device.device_rows import DeviceRows, DeviceStep
 from pagemill_execution.runners.device.graphs import CapturedGraph, GraphCapturer, GraphShape, StepGraphs
 from pagemill_execution.runners.device.sleeping import SleepingModel
+from pagemill_execution.runners.drafter import Drafted
 from pagemill_execution.runners.errors import DeviceLostError, StepSkippedError
 from pagemill_execution.runners.inputs import StateRows
 from pagemill_execution.runners.prompt_logprobs import PromptRows, by_request, piece_rows
@@ -62,6 +65,8 @@ class InFlight:
     """Proposed tokens by request."""
     read_prompts: Callable[[], dict[str, list[TokenLogprobs]]] | None = None
     """Waits for the log probabilities of prompt tokens; None if there are none."""
+    read_drafts: Callable[[], Drafted] | None = None
+    """Waits for what was drafted behind the step; None if nothing was computed for that."""
     error: Exception | None = None
     """Why the step could not be queued, or was skipped because of `earlier_failure`."""
     earlier_failure: InFlight | None = None
@@ -82,8 +87,9 @@ class DeviceRunner:
         adapters: DeviceAdapters | None = None,
         *,
         neighbours: Neighbours = ALONE,
+        draft: DeviceDraft | None = None,
     ) -> None:
-        """`neighbours`: the ranks with which this one computes its part of a model."""
+        """`neighbours`: the ranks with which this one computes its part of a model. `draft`: what drafts tokens."""
         if ops.on_device is None:
             raise ValueError("the rows of requests need a backend that has operations for them")
         self.info = info._replace(
@@ -94,13 +100,19 @@ class DeviceRunner:
         self._ops, self._on_device = ops, ops.on_device
         self._max_num_seqs = max_num_seqs
         self._adapters = adapters
-        self._make_rows()
+        self._drafter = None if draft is None else DeviceDrafter(draft, ops, ops.on_device, info)
         self._forward = DeviceForward(model, ops, ops.on_device, kv_cache, rotations, info.block_size, neighbours)
         self._sampling = self._sampling_rows(max_num_seqs)
+        self._make_rows()
+        if self._drafter is not None:
+            self._forward.keep = self._drafter.forward.keep_states
         self._piece_rows = piece_rows(max_num_seqs)
         self._graphs: StepGraphs | None = None
+        self._shapes: list[GraphShape] = []
         self._make_capturer: Callable[[], GraphCapturer] | None = None
-        self._sleeping = SleepingModel(model, kv_cache, ops.device)
+        self._sleeping = [SleepingModel(model, kv_cache, ops.device)]
+        if draft is not None:
+            self._sleeping.append(SleepingModel(draft.model, draft.kv_cache, ops.device))
         self._uploaded: tuple[DeviceStep, GraphShape | None, DeviceStep, StepRows] | None = None
         """The latest step, the shape it was padded to, the padded step, and its rows on the device."""
         self._unread_failure: InFlight | None = None
@@ -128,7 +140,12 @@ class DeviceRunner:
         try:
             result = StepResult() if handle.read is None else _result(handle, handle.read())
             for name in handle.proposals.keys() & result.token_ids.keys():
-                self._rows.accept(name, len(result.token_ids[name]) - 1)
+                row, num_accepted = self._rows.row(name), len(result.token_ids[name]) - 1
+                self._rows.accept(name, num_accepted)
+                if self._drafter is not None and row is not None:
+                    self._drafter.accept(row, num_accepted)
+            if handle.read_drafts is not None:
+                result.drafted, result.draft_ms = handle.read_drafts()
             if handle.read_prompts is not None:
                 result.prompt_logprobs = handle.read_prompts()
         except Exception as error:
@@ -159,6 +176,8 @@ class DeviceRunner:
                 drawn = self._drawn(logits, SamplingBatch(), inputs.settings, self._sampling, all_requests)
                 self._on_device.advance_rows(self._state, at, drawn.tokens)
                 drawn.tokens.cpu()
+            if self._drafter is not None:
+                self._drafter.warm_up(num_requests, num_tokens)
             self.kv_cache.zero_padding()
 
     def warm_up_sampling(self) -> None:
@@ -176,20 +195,27 @@ class DeviceRunner:
             batch = sampling.batch_beside_draws(first, first)._replace(masks=masks)
             self._drawn(logits, batch, settings, sampling, first).tokens.cpu()
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights on the device, those of what drafts included."""
+        return weight_bytes(self.model) + (0 if self._drafter is None else weight_bytes(self._drafter.draft.model))
+
     def graph_bytes(self, num_tokens: int, num_requests: int) -> int:
         """Return the bytes that captured steps of this size keep in addition to those of a step."""
         layout = self._rows.layout
         first, end = self._forward.columns
         of_requests = num_requests * 4 * (end - first + layout.num_kinds * layout.table_width)
-        return of_requests + num_tokens * self.model.spec.hidden_size * self.model.dtype.itemsize
+        of_tokens = num_tokens * self.model.spec.hidden_size * self.model.dtype.itemsize
+        return (of_requests + of_tokens) * (1 if self._drafter is None else 2)
 
     def resize_cache(self, info: RunnerInfo) -> None:
         """Replace the KV cache; its contents and the captured graphs are lost. `info`: the runner's new properties,
         with the cache's kinds and their blocks."""
-        if self._graphs is not None:
-            self._graphs.forget()
+        self._forget_graphs()
         self.kv_cache.resize(info.blocks_of_kinds, info.kinds, info.most_proposed)
         self.info = info
+        if self._drafter is not None:
+            self._drafter.draft.resize(info.num_blocks, self._max_num_seqs)
         self._make_rows()
 
     def capture_graphs(self, shapes: list[GraphShape], make_capturer: Callable[[], GraphCapturer]) -> None:
@@ -197,33 +223,51 @@ class DeviceRunner:
         with torch.inference_mode():
             tables = None if self._adapters is None else self._adapters.tables
             self._graphs = StepGraphs(self._forward, shapes, self._rows.layout, self.info.max_model_len, tables)
-        self._make_capturer = make_capturer
+        self._shapes, self._make_capturer = shapes, make_capturer
         self._record()
 
     def sleep(self) -> int:
-        num_bytes = self._sleeping.sleep()
+        num_bytes = sum(each.sleep() for each in self._sleeping)
         if self._graphs is not None:
-            self._graphs.forget()
+            self._forget_graphs()
             # Released again: memory of the captured graphs returns to the device only now.
             self.kv_cache.release()
         return num_bytes
 
     def wake(self) -> None:
-        self._sleeping.wake()
+        for each in self._sleeping:
+            each.wake()
         self._record()
 
     def close(self) -> None:
         self._graphs = None
         self.kv_cache.layers.clear()
+        if self._drafter is not None:
+            self._drafter.forget_graphs()
+            self._drafter.draft.kv_cache.layers.clear()
+
+    def _forget_graphs(self) -> None:
+        """Drop the graphs, because the buffers that they read will be replaced."""
+        if self._graphs is not None:
+            self._graphs.forget()
+        if self._drafter is not None:
+            self._drafter.forget_graphs()
 
     def _queue(self, plan: StepPlan) -> InFlight:
         staging = Staging()
+        known = {each.request_id for each in plan.admitted if self._rows.row(each.request_id) is not None}
         self._rows.apply(plan, self._sampling, staging)
+        for each in plan.admitted:
+            row, is_new = self._rows.row(each.request_id), each.request_id not in known - {*plan.released}
+            if self._drafter is not None and row is not None:
+                self._drafter.begin(row, each.num_computed_tokens, is_new=is_new)
         step = self._rows.step(plan)
         adapted = self._adapters is not None and bool((self._adapters.slots(step.rows) >= 0).any())
         graph = None if self._graphs is None else self._graphs.graph_for(step, adapted=adapted)
         padded, at = self._placed(staging, step, None if graph is None else graph.shape)
         self.kv_cache.copy_blocks([changes.copies for changes in plan.tables])
+        if self._drafter is not None and plan.tables:
+            self._drafter.draft.kv_cache.copy_blocks([plan.tables[0].copies])
         if not plan.num_scheduled_tokens:
             return InFlight([])
         inputs = self._inputs(step) if graph is None else graph.inputs
@@ -231,8 +275,12 @@ class DeviceRunner:
         adapters = self._adapters_of(padded, graph) if adapted else None
         if plan.prompt_targets:  # never in a decode
             hidden = self._hidden(step, inputs, graph, adapters)
-            return self._report_and_sample(plan, at, step, inputs, hidden, adapters)
-        return self._sample(plan, at, step, self._logits(step, inputs, graph, adapters), inputs.settings)
+            handle = self._report_and_sample(plan, at, step, inputs, hidden, adapters)
+        else:
+            handle = self._sample(plan, at, step, self._logits(step, inputs, graph, adapters), inputs.settings)
+        if self._drafter is not None:
+            handle.read_drafts = self._drafter.run(plan.drafts, step)
+        return handle
 
     def _adapters_of(self, padded: DeviceStep, graph: CapturedGraph | None) -> TritonAdapterRows:
         """Return the adapters of the padded step's tokens, in the graph's buffer if there is one."""
@@ -339,6 +387,8 @@ class DeviceRunner:
             layout = layout._replace(states_every=info.block_size, most_proposed=info.most_proposed or 0)
         self._rows = DeviceRows(layout, self._adapters, states)
         self._state = RowState(layout, padding_blocks, self._ops.device)
+        if self._drafter is not None:
+            self._drafter.use(self._rows, self._state, self._sampling, info)
 
     def _build(self, at: StepRows, step: DeviceStep, inputs: DeviceStepInputs, states: StateBatch = NO_STATES) -> None:
         """Build a step's inputs. `states`: of its requests; further ones are padding."""
@@ -396,7 +446,10 @@ class DeviceRunner:
         if self._graphs is None or self._make_capturer is None:
             return
         with torch.inference_mode():
-            self._graphs.capture(self._make_capturer(), self._fill_with_padding)
+            capturer = self._make_capturer()
+            self._graphs.capture(capturer, self._fill_with_padding)
+            if self._drafter is not None:
+                self._drafter.capture(self._shapes, capturer)
 
     def _fill_with_padding(self, shape: GraphShape, inputs: DeviceStepInputs) -> None:
         """Fill the inputs with padding tokens, so that a graph is captured from a possible step."""

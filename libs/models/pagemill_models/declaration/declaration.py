@@ -475,7 +475,7 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
     """First row of embedding and head that this rank holds, and the one behind the last; None: all rows."""
     embeds: bool = True
     """Whether it computes hidden states from token ids; later stages of a pipeline receive them."""
-    mtp: DrafterSpec | None = None
+    mtp: tuple[DrafterSpec, ...] = ()
     """The first layer that drafts, if the configuration has some; the files may lack it."""
     reads: ReadsSpec | None = None
     """Set if it is a head that drafts for another model, whose embedding it uses unless it has one (`embeds`)."""

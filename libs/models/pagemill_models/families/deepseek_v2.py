@@ -86,7 +86,7 @@ def latent_decoder(
     partial = ("partial_rotary_factor", 1.0) if of_whole_head else None
     numbers = numbers_from_config(config, default_context=context, partial_rotary=partial)
     drafting = num_drafting(config, default=0)
-    longer = msgspec.structs.replace(numbers, num_layers=numbers.num_layers + min(drafting, 1))
+    longer = msgspec.structs.replace(numbers, num_layers=numbers.num_layers + drafting)
     plain, rope = decoder(longer), _rope(config, numbers, interleaved, of_whole_head)
     num_dense = config.integer("first_k_dense_replace", default=dense)
     num_shared = config.size("n_shared_experts", default=shared)

@@ -38,7 +38,7 @@ def read_config(config: ConfigValues) -> DecoderSpec:
     drafting = num_drafting(config, default=1)
     num_shared = config.integer("n_shared_experts", default=1)
     spec = with_experts(
-        decoder(replace(numbers, num_layers=numbers.num_layers + min(drafting, 1))),
+        decoder(replace(numbers, num_layers=numbers.num_layers + drafting)),
         lambda index, layer: (
             with_shared_experts(experts, f"{layer.name}.mlp", num_shared, gating) if index >= num_dense else None
         ),

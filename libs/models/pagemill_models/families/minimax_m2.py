@@ -30,7 +30,7 @@ def read_config(config: ConfigValues) -> DecoderSpec:
         return replace(mixture(experts, name, ("w1", "w3", "w2")), gating=gating)
 
     drafting = num_drafting(config, default=0)
-    longer = replace(numbers, num_layers=numbers.num_layers + min(drafting, 1))
+    longer = replace(numbers, num_layers=numbers.num_layers + drafting)
     plain = with_experts(decoder(longer), block)
     spec = with_attention(plain, lambda index, each: whole_norms(each, plain.layers[index], numbers))
     return with_drafting(spec, numbers.num_layers, drafting)

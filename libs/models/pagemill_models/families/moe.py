@@ -16,6 +16,7 @@ from pagemill_models.declaration.declaration import (
     LayerSpec,
     MLPSpec,
     MoESpec,
+    NormSpec,
     ReadsSpec,
     SharedExpertSpec,
 )
@@ -119,13 +120,15 @@ def num_drafting(config: ConfigValues, default: int) -> int:
 
 
 def with_drafting(longer: DecoderSpec, num_layers: int, drafting: int) -> DecoderSpec:
-    """Return a decoder of `num_layers` layers. `longer`: it, with the first of the `drafting` layers behind them."""
+    """Return a decoder of `num_layers` layers. `longer`: it, with the `drafting` layers behind them."""
     prefixes = tuple(f"model.layers.{num_layers + index}." for index in range(drafting))
-    layers, head = longer.layers[:num_layers], longer.layers[num_layers:]
-    plain = msgspec.structs.replace(longer, layers=layers, ignored_layers=prefixes)
-    if not head or longer.norm is None:
-        return plain
-    name, size, last = head[0].name, longer.hidden_size, longer.norm
+    layers, heads = longer.layers[:num_layers], longer.layers[num_layers:]
+    found = () if longer.norm is None else tuple(_drafter(each, longer.norm, longer.hidden_size) for each in heads)
+    return msgspec.structs.replace(longer, layers=layers, ignored_layers=prefixes, mtp=found)
+
+
+def _drafter(layer: LayerSpec, last: NormSpec, size: int) -> DrafterSpec:
+    name = layer.name
     norms = {part: msgspec.structs.replace(last, name=f"{name}.{part}") for part in ("enorm", "hnorm")}
     reads = ReadsSpec(
         embedding_norm=norms["enorm"],
@@ -133,8 +136,7 @@ def with_drafting(longer: DecoderSpec, num_layers: int, drafting: int) -> Decode
         projection=linear(2 * size, (f"{name}.eh_proj", size)),
         prefix=f"{name}.",
     )
-    norm = msgspec.structs.replace(last, name=f"{name}.shared_head.norm")
-    return msgspec.structs.replace(plain, mtp=DrafterSpec(reads, head[0], norm))
+    return DrafterSpec(reads, layer, msgspec.structs.replace(last, name=f"{name}.shared_head.norm"))
 
 
 def stored_together(spec: MoESpec, *, transposed: bool = False) -> MoESpec:

@@ -89,7 +89,7 @@ def hybrid(
     if config.integer("mtp_num_hidden_layers", "num_nextn_predict_layers", default=1) != 1:
         return whole  # the norm behind further layers is the same tensor, so these are no heads of their own
     return msgspec.structs.replace(
-        whole, mtp=_drafter(numbers, made(FULL, 0, named_layer(own, 0, f"{DRAFTING}layers.0")))
+        whole, mtp=(_drafter(numbers, made(FULL, 0, named_layer(own, 0, f"{DRAFTING}layers.0"))),)
     )
 
 
@@ -180,7 +180,7 @@ def gguf_hybrid(
     kinds = [RECURRENT if (index + 1) % interval else FULL for index in range(num_layers)]
     config = GGUFConfig(
         values,
-        layer_types=kinds + [FULL] * min(drafting, 1),
+        layer_types=kinds + [FULL] * drafting,
         attention_bias=values.has_in_layers("attn_q.bias"),
         linear_num_key_heads=num_keys,
         linear_num_value_heads=num_values,
@@ -191,7 +191,7 @@ def gguf_hybrid(
         **own,
     )
     numbers = numbers_from_config(config, default_context=32_768, partial_rotary=PARTIAL)
-    longer = msgspec.structs.replace(numbers, num_layers=num_layers + min(drafting, 1))
+    longer = msgspec.structs.replace(numbers, num_layers=num_layers + drafting)
     whole = with_whole_norms(hybrid(config, longer, grouped=grouped, block_of=block_of))
     return with_drafting(whole, num_layers, drafting)
 

@@ -43,43 +43,57 @@ D2T, T2D = "d2t", "t2d"
 _OF_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
-def mtp_head(spec: ModelSpec) -> ModelSpec | None:
-    """Return the head of a model's own layer for multi-token prediction, or None if it declares none."""
-    mtp = spec.decoder.mtp
-    if mtp is None:
-        return None
-    own = replace(
-        spec.decoder,
-        layers=(mtp.layer,),
-        norm=mtp.norm,
-        head=None,
-        embeds=False,
-        reads=mtp.reads,
-        mtp=None,
-        ignored=(*spec.decoder.ignored, ".embed_tokens.weight", ".shared_head.head.weight"),
-        ignored_layers=(),
-    )
-    return replace(spec, decoder=own)
+def mtp_heads(spec: ModelSpec) -> list[ModelSpec]:
+    """Return the heads of a model's own layers for multi-token prediction."""
+    found = []
+    for mtp in spec.decoder.mtp:
+        own = replace(
+            spec.decoder,
+            layers=(mtp.layer,),
+            norm=mtp.norm,
+            head=None,
+            embeds=False,
+            reads=mtp.reads,
+            mtp=(),
+            ignored=(*spec.decoder.ignored, ".embed_tokens.weight", ".shared_head.head.weight"),
+            ignored_layers=(),
+        )
+        found.append(replace(spec, decoder=own))
+    return found
 
 
-def stored_mtp_head(spec: ModelSpec, path: Path, *, whole: bool) -> ModelSpec | None:
-    """Return a model's own head with the sizes of its tensors in the files of `path`, whose headers alone are read.
-    `whole`: None unless all of its tensors are there, under their plain names."""
-    head = mtp_head(spec)
-    if head is None or head.decoder.reads is None:
-        return None
-    tensors: Mapping[str, TensorHeader | GGUFTensor] = read_folder_headers(path) if path.is_dir() else stored_gguf(path)
-    prefix = head.decoder.reads.prefix
-    # A GGUF file has the matrices of all experts in one tensor.
-    wanted = (name if path.is_dir() else _OF_EXPERT.sub(".experts.*.", name) for name in head.decoder.shapes())
-    if whole and not set(wanted) <= tensors.keys():
-        return None
-    own = [each for name, each in tensors.items() if name.startswith(prefix) and not head.decoder.is_ignored(name)]
-    return replace(
-        head,
-        weight_bytes=sum(tensor.num_bytes for tensor in own),
-        num_parameters=sum(tensor.num_elements for tensor in own),
-    )
+def stored_of(heads: list[ModelSpec], path: Path) -> list[ModelSpec]:
+    """Return the first of these heads, and those behind it whose tensors are in the files of `path`."""
+    stored = _headers(path)
+    absent = (number for number, head in enumerate(heads[1:], start=1) if not _has(stored, head, path))
+    return heads[: next(absent, len(heads))]
+
+
+def stored_mtp_heads(spec: ModelSpec, path: Path, *, whole: bool) -> list[ModelSpec]:
+    """Return a model's own heads with the sizes of their tensors in the files of `path`, whose headers alone are read.
+    `whole`: none unless all tensors of the first are there, under their plain names."""
+    heads = mtp_heads(spec)
+    stored = _headers(path) if heads else {}
+    if not heads or (whole and not _has(stored, heads[0], path)):
+        return []
+    found = []
+    for head in stored_of(heads, path):
+        assert head.decoder.reads is not None
+        prefix = head.decoder.reads.prefix
+        own = [each for name, each in stored.items() if name.startswith(prefix) and not head.decoder.is_ignored(name)]
+        sizes = {"weight_bytes": sum(each.num_bytes for each in own)}
+        found.append(replace(head, **sizes, num_parameters=sum(each.num_elements for each in own)))
+    return found
+
+
+def _headers(path: Path) -> Mapping[str, TensorHeader | GGUFTensor]:
+    return read_folder_headers(path) if path.is_dir() else stored_gguf(path)
+
+
+def _has(stored: Mapping[str, TensorHeader | GGUFTensor], head: ModelSpec, path: Path) -> bool:
+    """Whether all tensors of a head are stored. A GGUF file has the matrices of all experts in one tensor."""
+    names = head.decoder.shapes()
+    return {name if path.is_dir() else _OF_EXPERT.sub(".experts.*.", name) for name in names} <= stored.keys()
 
 
 def check_stored_config(folder: Path) -> None:
