@@ -166,6 +166,7 @@ def test_equal_plans_give_equal_simulations_and_more_load_is_slower() -> None:
     assert (high.tpot_ms or 0) > (low.tpot_ms or 0)
 
 
+@pytest.mark.slow_for("0.9-1500-100")
 @pytest.mark.parametrize(
     ("input_tokens", "output_tokens"), [(128, 256), pytest.param(256, 128, marks=pytest.mark.full), (1500, 100)]
 )
@@ -233,6 +234,7 @@ def test_a_plan_shows_the_memory_of_adapters_that_the_engine_plans(
     assert " for 5 in memory of rank 30 on all layers, and one that is read; 2 in one batch" in text
 
 
+@pytest.mark.slow_for("2-1", "1-2")
 @pytest.mark.usefixtures("short_simulation")
 @pytest.mark.parametrize(("tensor", "stages"), [(2, 1), (1, 2), (2, 2)])
 def test_a_plan_shows_what_each_of_several_processes_holds(
