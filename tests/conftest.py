@@ -23,6 +23,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -191,17 +192,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _from_longest(items)
     unused: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
     used: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
-    for item in items:
-        marker, call = item.get_closest_marker("sample"), getattr(item, "callspec", None)
+    for item, name in product(items, ("sample", "slow_for")):
+        marker, call = item.get_closest_marker(name), getattr(item, "callspec", None)
         if marker is None or call is None:
             continue
         test = item.nodeid.partition("[")[0]
         matching = {pattern for pattern in marker.args if fnmatchcase(call.id, pattern)}
-        if not matching:
+        if name == "sample" and not matching:
             item.add_marker(pytest.mark.full)
+        if name == "slow_for" and matching:
+            item.add_marker(pytest.mark.slow)
         for pattern in marker.args:
             (used if pattern in matching else unused)[test, pattern].add(call.id)
     # Some of a file's tests may have been selected by their ids; only a complete parameter set reveals a wrong pattern.
     wrong = [f"{test}: {pattern}" for test, pattern in unused.keys() - used.keys() if len(unused[test, pattern]) > 1]
     if wrong:
-        raise pytest.UsageError(f"patterns of `sample` that match no parameters: {', '.join(sorted(wrong))}")
+        raise pytest.UsageError(
+            f"patterns of `sample` or `slow_for` that match no parameters: {', '.join(sorted(wrong))}"
+        )

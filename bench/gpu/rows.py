@@ -20,14 +20,9 @@ import paths
 FASTER_IS_MORE = ("tokens/s", "requests/s", "GB/s", "TFLOP/s", "tests", "answers alike")
 """Units of which more is better; of all others less is."""
 KERNELS = ("kernels/pagemill_kernels",)
-ENGINE = (
-    *KERNELS,
-    *(
-        f"engine/pagemill_engine/{part}"
-        for part in ("kv", "loading", "loop", "models", "runner", "sampling", "scheduler")
-    ),
-)
-SERVER = (*KERNELS, "engine/pagemill_engine")
+EXECUTION = (*KERNELS, "execution/pagemill_execution")
+ENGINE = (*EXECUTION, *(f"engine/pagemill_engine/{part}" for part in ("kv", "loop", "scheduler")))
+SERVER = (*EXECUTION, "engine/pagemill_engine")
 """The folders whose code a section measures, from kernels alone to all that serves."""
 NO_CODE = {"cpu", "native.py", "onednn.py"}
 """Folders and files whose code no device runs."""

@@ -166,12 +166,10 @@ def test_equal_plans_give_equal_simulations_and_more_load_is_slower() -> None:
     assert (high.tpot_ms or 0) > (low.tpot_ms or 0)
 
 
-@pytest.mark.parametrize(
-    ("input_tokens", "output_tokens"), [(128, 256), pytest.param(256, 128, marks=pytest.mark.full), (1500, 100)]
-)
-@pytest.mark.parametrize(
-    "share_of_capacity", [pytest.param(0.1, marks=pytest.mark.full), pytest.param(0.5, marks=pytest.mark.full), 0.9]
-)
+@pytest.mark.sample("0.9-128-256", "0.9-1500-100")
+@pytest.mark.slow_for("0.9-1500-100")
+@pytest.mark.parametrize(("input_tokens", "output_tokens"), [(128, 256), (256, 128), (1500, 100)])
+@pytest.mark.parametrize("share_of_capacity", [0.1, 0.5, 0.9])
 def test_the_autoscalers_prediction_agrees_with_the_simulated_scheduler(
     input_tokens: int, output_tokens: int, share_of_capacity: float
 ) -> None:
@@ -233,6 +231,7 @@ def test_a_plan_shows_the_memory_of_adapters_that_the_engine_plans(
     assert " for 5 in memory of rank 30 on all layers, and one that is read; 2 in one batch" in text
 
 
+@pytest.mark.slow_for("2-1", "1-2")
 @pytest.mark.usefixtures("short_simulation")
 @pytest.mark.parametrize(("tensor", "stages"), [(2, 1), (1, 2), (2, 2)])
 def test_a_plan_shows_what_each_of_several_processes_holds(

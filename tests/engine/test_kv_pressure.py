@@ -44,6 +44,7 @@ def serve(make: Callable[..., Any], num_blocks: int, policy: str) -> tuple[dict[
     return answers, core
 
 
+@pytest.mark.slow_for("1.5-priority", "4.0-fcfs", "2.0-fcfs")
 @pytest.mark.sample("1.0-fcfs", "1.5-priority", "2.0-fcfs", "2.0-shortest*", "4.0-*")
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "shortest-prefill-first"])
 @pytest.mark.parametrize("oversubscription", [1.0, 1.5, 2.0, 3.0, 4.0])

@@ -146,6 +146,7 @@ def compare(works: str, num_steps: int) -> None:
     assert min(moving) >= 0.95 * best > 0.2
 
 
+@pytest.mark.slow_for("agents", "document")
 @pytest.mark.parametrize("works", WORKS)
 def test_as_much_is_hit_as_with_the_best_fixed_division(works: str) -> None:
     compare(works, 250)

@@ -68,6 +68,7 @@ def run(
     return found, runner
 
 
+@pytest.mark.slow_for("2-0-True", "4-0-False")
 @pytest.mark.sample("2-0-True", "4-0-False", "3-5000-*", "9-300-True")
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(("num_states", "state_bytes"), [(2, 0), (4, 0), (40, 0), (3, 5000), (9, 300)])
@@ -90,6 +91,7 @@ def test_answers_are_those_of_an_engine_without_states(
     assert (num_moved > 0) == (state_bytes > 0), "states are copied only where memory moves"
 
 
+@pytest.mark.slow_for("(None, 9)", "(5,)")
 @pytest.mark.parametrize("windows", [(None, 9), (5,), ()], ids=str)
 def test_answers_are_the_same_beside_windows_and_without_attention(checking_runner: Make, windows: Any) -> None:
     for number in range(25):
@@ -98,6 +100,7 @@ def test_answers_are_the_same_beside_windows_and_without_attention(checking_runn
         assert found == plain, f"workload {number} has other tokens"
 
 
+@pytest.mark.slow_for("False")
 @pytest.mark.parametrize("overlap", [False, True])
 def test_proposed_tokens_are_in_no_state(checking_runner: Make, overlap: bool) -> None:
     num_proposed = 0
@@ -137,6 +140,7 @@ def test_nothing_is_read_that_a_failed_step_did_not_move(checking_runner: Make, 
     assert num_failed > 3
 
 
+@pytest.mark.slow_for("2000-False")
 @pytest.mark.sample("0-True", "2000-False")
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("state_bytes", [0, 2000])

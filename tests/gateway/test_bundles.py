@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import aiohttp
 import psutil
@@ -15,8 +16,12 @@ MESSAGES = [{"role": "user", "content": "hi"}]
 
 def workers() -> set[int]:
     """Return the template processes of this process."""
-    children = psutil.Process().children()
-    return {child.pid for child in children if "template_worker" in " ".join(child.cmdline())}
+    found = set()
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended since
+            if "template_worker" in " ".join(child.cmdline()):
+                found.add(child.pid)
+    return found
 
 
 NEEDS_PROCESS = "{% macro text(message) %}{{ message.content }}{% endmacro %}{{ text(messages[0]) }}"

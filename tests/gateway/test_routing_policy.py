@@ -108,14 +108,12 @@ def test_concurrent_decisions_count_before_engines_report_them() -> None:
     assert {chosen.count(f"e{index}") for index in range(4)} == {25}
 
 
-@pytest.mark.parametrize("package", ["routing", "admission"])
-def test_decision_packages_import_neither_torch_nor_aiohttp(package: str) -> None:
+def test_decisions_import_neither_torch_nor_http() -> None:
     code = (
-        "import importlib, pkgutil, sys\n"
-        f"package = importlib.import_module('pagemill_gateway.{package}')\n"
-        "names = [m.name for m in pkgutil.iter_modules(package.__path__)]\n"
-        f"assert len(names) >= 2, names\n"
-        f"[importlib.import_module('pagemill_gateway.{package}.' + name) for name in names]\n"
+        "import importlib, pkgutil, sys, pagemill_routing\n"
+        "found = pkgutil.walk_packages(pagemill_routing.__path__, 'pagemill_routing.')\n"
+        "names = [importlib.import_module(m.name).__name__ for m in found]\n"
+        "assert len(names) >= 40, names\n"
         "bad = [m for m in ('torch', 'aiohttp', 'fastapi', 'starlette', 'transformers') if m in sys.modules]\n"
         "assert not bad, bad\n"
     )

@@ -131,6 +131,7 @@ HEAVY = {
 }
 
 
+@pytest.mark.slow_for("*half a million fields", "*600,000 biases")
 @pytest.mark.parametrize("make", HEAVY.values(), ids=HEAVY.keys())
 def test_the_heaviest_bodies_are_refused_at_low_cost(http_server: HttpServer, make: Callable[[], bytes]) -> None:
     raw = make()
@@ -155,6 +156,7 @@ LONG_TEXTS = {
 }
 
 
+@pytest.mark.slow_for("*-special tokens-/v1/chat/completions")
 @pytest.mark.parametrize("path", ["/tokenize", "/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize("text", LONG_TEXTS.values(), ids=LONG_TEXTS.keys())
 def test_a_text_beyond_the_context_is_refused_before_it_is_tokenized(
@@ -176,6 +178,7 @@ def test_more_token_ids_than_a_context_holds_are_refused_by_detokenize(http_serv
     assert (answer.status, answer.error()["code"]) == (400, "context_length_exceeded")
 
 
+@pytest.mark.slow_for("engine")
 def test_memory_does_not_grow_under_hundreds_of_bad_requests(http_server: HttpServer) -> None:
     raws = [b'{"model":"tiny","prompt":"x","%b":%b}' % (n.encode(), v) for n in FIELDS for v in HOSTILE if len(v) < 99]
     bad = [raw for index, raw in enumerate(raws) if index % 16 == 0]

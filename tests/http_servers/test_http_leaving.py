@@ -57,6 +57,7 @@ def test_a_hundred_clients_that_vanish_leave_no_state(
     http_server.serves()
 
 
+@pytest.mark.slow_for("*-8000000")
 @pytest.mark.sample("*-1-1000", "*-2-70000", "engine-2-8000000", "gateway-1-8000000")
 @pytest.mark.parametrize("num_bytes", [1000, 70_000, 4_000_000, 8_000_000])
 @pytest.mark.parametrize("num_writes", [1, 2])

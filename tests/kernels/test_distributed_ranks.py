@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from in_process_ranks import in_process_groups
 from rank_threads import together
 
 from pagemill_execution.runners.torch_model import HostTensorGroup
 from pagemill_kernels.ranks.distributed import DistributedGroup, Meeting, OneShotSums
 from pagemill_kernels.ranks.group import GroupAborted
-from pagemill_kernels.ranks.in_process import in_process_groups
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch has no gloo")
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from in_process_ranks import in_process_groups
 from rank_threads import together
 from tcp_ranks import tcp_groups
 from waiting import SOON_S, wait_until
 
 from pagemill_kernels.cpu import library
 from pagemill_kernels.ranks.group import GroupAborted
-from pagemill_kernels.ranks.in_process import in_process_groups
 from pagemill_kernels.ranks.memory import SharedMemory
 from pagemill_kernels.ranks.places import PLAN
 from pagemill_kernels.ranks.ring import ReaderStoppedError, RingClosedError, RingReader, RingWriter, ring_bytes

@@ -19,7 +19,11 @@ DECIDING = [
     OPERATOR / "controller" / "reporting" / "adapter_statuses.py",
     *(OPERATOR / "backends" / "kubernetes" / "observe").glob("*.py"),
 ]
-RAISING = [path for package in ("engine/pagemill_engine", "libs") for path in (ROOT / package).rglob("*.py")]
+RAISING = [
+    path
+    for package in ("engine/pagemill_engine", "execution/pagemill_execution", "libs")
+    for path in (ROOT / package).rglob("*.py")
+]
 ERRORS = (
     "AdapterError",
     "LoadError",

@@ -203,6 +203,7 @@ def test_truncating_a_text_costs_in_proportion_to_the_kept_part(
     assert seen < 20_000
 
 
+@pytest.mark.slow_for("digits", "code")
 @pytest.mark.model
 @pytest.mark.parametrize("unit", TEXTS_OF_ONE_KIND.values(), ids=TEXTS_OF_ONE_KIND.keys())
 def test_a_large_text_that_just_fits_keeps_its_tokens_and_a_larger_one_is_refused(

@@ -139,6 +139,7 @@ def with_part(part: str, value: Any) -> TokenizerBundle:
     return TokenizerBundle(tokenizer_json=json.dumps(parsed | {part: value}))
 
 
+@pytest.mark.slow_for("40 doublings*", "growth")
 @pytest.mark.parametrize(("part", "value", "message"), LIMITED.values(), ids=LIMITED.keys())
 def test_a_step_without_a_bound_runs_in_a_limited_process(part: str, value: Any, message: str) -> None:
     tokenizer = Tokenizer(with_part(part, value))

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import torch
 from declared_families import RandomTensors
+from in_process_ranks import in_process_groups
 
 from pagemill_execution.decoders.native.decoder import NativeDecoder
 from pagemill_execution.decoders.on_torch.context import ForwardContext, RowsContext
@@ -24,7 +25,6 @@ from pagemill_execution.weights.sliced import SlicedTensors
 from pagemill_kernels.native_ops import native_ops
 from pagemill_kernels.paged_attention.batch import AttentionBatch
 from pagemill_kernels.ranks.group import RankGroup
-from pagemill_kernels.ranks.in_process import in_process_groups
 from pagemill_kernels.ranks.shared_memory import SharedMemoryGroup
 from pagemill_kernels.recurrent.batch import StateBatch
 from pagemill_kernels.registry import Backend, ops_for

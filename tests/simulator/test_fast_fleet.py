@@ -207,6 +207,7 @@ def test_the_policy_sees_the_same_state_as_in_the_exact_fleet() -> None:
     assert last.lengths == policies[0].seen[-1].signals.lengths
 
 
+@pytest.mark.slow_for("RoundRobin", "PowerOfTwo", "PrefixHash")
 @pytest.mark.parametrize("name", ["LeastRequest", "RoundRobin", "PowerOfTwo", "PrefixHash", "Weighted322"])
 def test_other_policies_route_like_in_the_exact_fleet(name: str) -> None:
     load = traffic(60, 8.0, 8)

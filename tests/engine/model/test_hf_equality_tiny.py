@@ -321,6 +321,7 @@ def widest_divergence_from_alone(rounded: RoundedModel, results: list[Any]) -> f
     return max(gaps)
 
 
+@pytest.mark.slow_for("cpu_onednn-*")
 @torch.no_grad()
 def test_bfloat16_alone_differs_from_transformers_only_at_near_ties(rounded: RoundedModel) -> None:
     for prompt, alone in zip(rounded.prompts, rounded.alone, strict=True):
@@ -343,6 +344,7 @@ BF16_CASES: dict[str, tuple[int, dict[str, Any]]] = {
 IN_FULL = ("batch of 50", "chunks of 7", "chunks of 33")
 
 
+@pytest.mark.slow_for("cpu_onednn-*")
 @pytest.mark.sample("cpu_native-*", "cpu_onednn-*chunks of 1")
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[pytest.mark.full] * (case in IN_FULL)) for case in BF16_CASES]

@@ -149,8 +149,8 @@ def test_one_process_runs_no_line_for_ranks(llama_folder: Path, runner_loader: A
     finally:
         sys.setprofile(None)
         threading.setprofile(None)
-    assert any(name.endswith("executing/eager.py") for name in called)
-    of_ranks = ("/executing/ranks/", "/pagemill_kernels/ranks/", "/starting/load_ranks", "/starting/nodes")
+    assert any(name.endswith("runners/eager.py") for name in called)
+    of_ranks = ("/runners/ranks/", "/pagemill_kernels/ranks/", "/starting/load_ranks", "/starting/nodes")
     assert [name for name in called if any(part in name for part in of_ranks)] == []
 
 

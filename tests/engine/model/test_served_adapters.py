@@ -255,6 +255,7 @@ def order_of_ends(engine: Engine, digests: Sequence[str]) -> list[int]:
     return ends
 
 
+@pytest.mark.slow
 def test_a_thousand_swaps_leak_nothing(bases: Any, tmp_path: Path) -> None:
     base = bases("llama")
     engine = Engine(base.folder, max_loras=1, max_cpu_loras=2)

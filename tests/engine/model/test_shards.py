@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 from declared_families import NAMES, RECURRENT, RandomTensors, architecture_of, declared
+from in_process_ranks import InProcessGroup
 from in_ranks import by_threads, outputs_natively, outputs_on_torch, whole_of
 from scripted_adapters import natively as natively_adapted
 from scripted_adapters import on_torch, scripted
@@ -16,7 +17,6 @@ from scripted_adapters import on_torch, scripted
 from pagemill_execution.decoders.native.layers import can_fuse
 from pagemill_kernels.cpu import library
 from pagemill_kernels.ranks.group import GroupAborted
-from pagemill_kernels.ranks.in_process import InProcessGroup
 from pagemill_kernels.ranks.memory import SharedMemory
 from pagemill_kernels.ranks.shared_memory import SharedMemoryGroup, group_bytes
 from pagemill_models.declaration.caches import StateSpaceSpec

@@ -261,6 +261,7 @@ def test_the_answer_does_not_depend_on_how_the_engine_steps(engine: Engine, sett
 CROWD = {"type": "array", "items": PERSON, "minItems": 3, "maxItems": 3}
 
 
+@pytest.mark.slow_for("preempted, overlap")
 @pytest.mark.sample("preempted, overlap")
 @pytest.mark.parametrize(
     ("num_blocks", "settings"),

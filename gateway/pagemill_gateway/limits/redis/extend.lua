@@ -4,14 +4,9 @@
 -- ARGV: lease, tokens used so far, tokens wanted, limits of tokens, day and month ("" is none), milliseconds that the day
 --       and the month are left, and the time ("" is the server's).
 -- Returns the tokens added; -1: the reservation is not known here.
-local BUCKET_MS, WINDOW_BUCKETS = 1000, 61
 local lease, used, wanted = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 local limits = {tokens = tonumber(ARGV[4]), day = tonumber(ARGV[5]), month = tonumber(ARGV[6])}
-local day_left_ms, month_left_ms, now_ms = tonumber(ARGV[7]), tonumber(ARGV[8]), tonumber(ARGV[9])
-if not now_ms then
-  local time = redis.call('TIME')
-  now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
-end
+local day_left_ms, month_left_ms, now_ms = tonumber(ARGV[7]), tonumber(ARGV[8]), time_ms(ARGV[9])
 local current = math.floor(now_ms / BUCKET_MS)
 local bucket, open, reported = string.match(redis.call('HGET', KEYS[2], lease) or '', '^(%d+):(%d+):(%d+)$')
 if not bucket then return -1 end
@@ -24,14 +19,6 @@ if bucket > current - WINDOW_BUCKETS and redis.call('HEXISTS', KEYS[1], bucket) 
   redis.call('HINCRBY', KEYS[1], bucket, 0 - rest)  -- not `-rest`: Lua's minus zero is no integer to Redis
 end
 redis.call('HINCRBY', KEYS[1], current, rest + excess)
-
-local function used_in_window()
-  local sum, flat = 0, redis.call('HGETALL', KEYS[1])
-  for index = 1, #flat, 2 do
-    if tonumber(flat[index]) > current - WINDOW_BUCKETS then sum = sum + tonumber(flat[index + 1]) end
-  end
-  return sum
-end
 
 local function charge(key, amount, left_ms)
   redis.call('INCRBY', key, amount)
@@ -47,7 +34,7 @@ end
 rebook(KEYS[3], KEYS[5], day_left_ms)
 rebook(KEYS[4], KEYS[6], month_left_ms)
 local granted = wanted
-if limits.tokens then granted = math.min(granted, limits.tokens - used_in_window()) end
+if limits.tokens then granted = math.min(granted, limits.tokens - used_in_window(KEYS[1], current)) end
 if limits.day then granted = math.min(granted, limits.day - tonumber(redis.call('GET', KEYS[5]))) end
 if limits.month then granted = math.min(granted, limits.month - tonumber(redis.call('GET', KEYS[6]))) end
 granted = math.max(0, granted)

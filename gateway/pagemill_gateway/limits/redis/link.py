@@ -45,10 +45,10 @@ class RedisUnavailable(Exception):
 
 
 class Script:
-    """A Lua script of this folder, which is run by its digest."""
+    """A Lua script of this folder, or several that are joined, which is run by its digest."""
 
-    def __init__(self, name: str) -> None:
-        self.text = resources.files(__package__).joinpath(f"{name}.lua").read_text()
+    def __init__(self, *names: str) -> None:
+        self.text = "".join(resources.files(__package__).joinpath(f"{name}.lua").read_text() for name in names)
         self.digest = hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
 
 

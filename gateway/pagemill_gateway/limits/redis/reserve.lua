@@ -3,16 +3,11 @@
 -- ARGV: lease, tokens, sequences, limits of requests, tokens, concurrency, day and month ("" is none), milliseconds that
 --       a lease lives, that the day and the month are left, and the time ("" is the server's).
 -- Running leases are `LEASE|SEQUENCES`; an open reservation is `BUCKET:OPEN:USED`, or `over`.
-local BUCKET_MS, WINDOW_BUCKETS = 1000, 61
 local lease, amount, sequences = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 local limits = {requests = tonumber(ARGV[4]), tokens = tonumber(ARGV[5]), concurrency = tonumber(ARGV[6]),
   day = tonumber(ARGV[7]), month = tonumber(ARGV[8])}
 local lease_ms, day_left_ms, month_left_ms = tonumber(ARGV[9]), tonumber(ARGV[10]), tonumber(ARGV[11])
-local now_ms = tonumber(ARGV[12])
-if not now_ms then
-  local time = redis.call('TIME')
-  now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
-end
+local now_ms = time_ms(ARGV[12])
 local current = math.floor(now_ms / BUCKET_MS)
 
 local function gone_ms(bucket)
@@ -57,14 +52,6 @@ if redis.call('HGET', KEYS[4], lease) == 'over' then
 end
 local requests, tokens = window_of(KEYS[1]), window_of(KEYS[2])
 
-local function num_running()
-  local count = 0
-  for _, each in ipairs(redis.call('ZRANGEBYSCORE', KEYS[3], now_ms, '+inf')) do
-    count = count + (tonumber(string.match(each, '|(%d+)$')) or 1)
-  end
-  return count
-end
-
 local function refusal()
   if limits.month and amount > 0 and tonumber(redis.call('GET', KEYS[6]) or 0) + amount > limits.month then
     return 'budget_month', month_left_ms
@@ -76,7 +63,7 @@ local function refusal()
   if wait > 0 then return 'requests', wait end
   wait = limits.tokens and amount > 0 and wait_ms(tokens, amount, limits.tokens) or 0
   if wait > 0 then return 'tokens', wait end
-  if limits.concurrency and num_running() + sequences > limits.concurrency then return 'concurrency', 1000 end
+  if limits.concurrency and num_running(KEYS[3], now_ms) + sequences > limits.concurrency then return 'concurrency', 1000 end
   return '', 0
 end
 

@@ -4,12 +4,7 @@
 -- ARGV: lease, its name among the running ones, tokens used, the time ("" is the server's), and 1 where the reservation
 --       may still be on its way on another connection: it must find that it is over when it arrives; 1 where its request
 --       does not count either.
-local BUCKET_MS, WINDOW_BUCKETS = 1000, 61
-local lease, running, used, now_ms = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
-if not now_ms then
-  local time = redis.call('TIME')
-  now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
-end
+local lease, running, used, now_ms = ARGV[1], ARGV[2], tonumber(ARGV[3]), time_ms(ARGV[4])
 redis.call('ZREM', KEYS[2], running)
 local bucket, open, reported = string.match(redis.call('HGET', KEYS[3], lease) or '', '^(%d+):(%d+):(%d+)$')
 if not bucket then

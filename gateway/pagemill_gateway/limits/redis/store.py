@@ -43,8 +43,8 @@ MAX_BATCH = 128
 BUDGET_EXPIRE_S = 32 * 24 * 3600
 CLOSE_TIMEOUT_S = 1.0
 
-NAMES = ("reserve", "extend", "settle", "renew", "beat", "use")
-RESERVE, EXTEND, SETTLE, RENEW, BEAT, USE = (Script(name) for name in NAMES)
+RESERVE, EXTEND, SETTLE, USE = (Script("window", name) for name in ("reserve", "extend", "settle", "use"))
+RENEW, BEAT = Script("renew"), Script("beat")
 
 
 class _Open(NamedTuple):

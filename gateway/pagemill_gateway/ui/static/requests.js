@@ -4,10 +4,12 @@ import { clock, make, number, table } from "./dom.js";
 
 const EVERY_MS = 2000;
 
-export class RequestsView {
-  constructor() {
+/** A list of decisions, read again and again unless one of them is open. `none`: what to show where there are none. */
+export class DecisionsView {
+  constructor(path, heading, describe, none) {
+    [this.path, this.describe, this.none] = [path, describe, none];
     this.list = make("div", {}, make("p", {}, "Loading"));
-    this.element = make("div", {}, make("h2", {}, "Where requests went, and why"), this.list);
+    this.element = make("div", {}, make("h2", {}, heading), this.list);
     this.timer = setInterval(() => this.read(), EVERY_MS);
     this.read();
   }
@@ -22,18 +24,21 @@ export class RequestsView {
     // Reading or operating with the keyboard within the list must not be interrupted by newer decisions.
     if (this.list.contains(document.activeElement) || this.list.querySelector("details[open]")) return;
     try {
-      this.show((await askJson("/ui/decisions?limit=30")).decisions);
+      const { decisions } = await askJson(this.path);
+      const text = JSON.stringify(decisions);
+      if (text === this.shown) return;
+      this.shown = text;
+      this.list.replaceChildren(...(decisions.length ? decisions.map(this.describe) : [make("p", {}, this.none)]));
     } catch (error) {
+      this.shown = undefined;
       this.list.replaceChildren(make("p", { class: "error" }, `The decisions cannot be read: ${error.message}`));
     }
   }
+}
 
-  show(decisions) {
-    const newest = decisions[0]?.decision;
-    const measured = decisions.map((each) => each.measured_ttft_ms).join();
-    if (newest !== undefined && newest === this.newest && measured === this.measured) return;
-    [this.newest, this.measured] = [newest, measured];
-    this.list.replaceChildren(...(decisions.length ? decisions.map(describe) : [make("p", {}, "No request was sent to an engine yet.")]));
+export class RequestsView extends DecisionsView {
+  constructor() {
+    super("/ui/decisions?limit=30", "Where requests went, and why", describe, "No request was sent to an engine yet.");
   }
 }
 

@@ -1,38 +1,13 @@
 // The operator's latest decisions on the number of replicas, with its reasons.
-import { askJson } from "./gateway.js";
 import { make, number, table } from "./dom.js";
+import { DecisionsView } from "./requests.js";
 
-const EVERY_MS = 2000;
 const SHOWN = 100;
 
-export class ScalingView {
+export class ScalingView extends DecisionsView {
   constructor() {
-    this.list = make("div", {}, make("p", {}, "Loading"));
-    this.element = make("div", {}, make("h2", {}, "Scaling decisions, and why"), this.list);
-    this.timer = setInterval(() => this.read(), EVERY_MS);
-    this.read();
-  }
-
-  update() {}
-
-  close() {
-    clearInterval(this.timer);
-  }
-
-  async read() {
-    // Reading or operating with the keyboard within the list must not be interrupted by newer decisions.
-    if (this.list.contains(document.activeElement) || this.list.querySelector("details[open]")) return;
-    try {
-      const { decisions } = await askJson(`/ui/scaling?limit=${SHOWN}`);
-      const text = JSON.stringify(decisions);
-      if (text === this.shown) return;
-      this.shown = text;
-      this.list.replaceChildren(...(decisions.length ? decisions.map(describe) : [make("p", {},
-        "The operator has reported no decision yet. It decides on deployments with spec.autoscaling, and reports to every gateway.")]));
-    } catch (error) {
-      this.shown = undefined;
-      this.list.replaceChildren(make("p", { class: "error" }, `The decisions cannot be read: ${error.message}`));
-    }
+    super(`/ui/scaling?limit=${SHOWN}`, "Scaling decisions, and why", describe,
+      "The operator has reported no decision yet. It decides on deployments with spec.autoscaling, and reports to every gateway.");
   }
 }
 
