@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+from replay_recorder import ReplayRecorder
 
 from pagemill_execution.runners.device.device_ranks import DeviceSignals
 from pagemill_execution.runners.device.graphs import GraphCapturer, GraphShape
@@ -18,22 +20,6 @@ VARIABLE = "DEVICE_RANK"
 SHAPES = [GraphShape(1, 1, True), GraphShape(4, 4, True), GraphShape(16, 4, False)]
 Plan = dict[str, Any]
 """`records`: steps as graphs are; `raises`, `stops`: at the exchange of a step; `cannot load`: its weights."""
-
-
-class ReplayRecorder:
-    """Replaces CUDA graphs: a captured function runs again on the same buffers."""
-
-    def __init__(self) -> None:
-        self.num_run = 0
-
-    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        run()
-
-        def again() -> None:
-            self.num_run += 1
-            run()
-
-        return again
 
 
 @contextmanager

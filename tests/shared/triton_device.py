@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -40,28 +39,6 @@ def sparse(path: Path, numel: int, dtype: torch.dtype) -> torch.Tensor:
     with path.open("wb") as file:
         file.truncate(numel * dtype.itemsize)
     return torch.from_file(str(path), shared=True, size=numel * dtype.itemsize, dtype=torch.uint8).view(dtype)
-
-
-class ReplayRecorder:
-    """Replaces CUDA graphs if there is no device: a captured function runs again on the same buffers."""
-
-    def __init__(self) -> None:
-        self.num_recorded = 0
-        self.num_run = 0
-        self.errors: list[Exception] = []
-        """The errors that the next replays raise."""
-
-    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        self.num_recorded += 1
-        run()
-
-        def again() -> None:
-            self.num_run += 1
-            if self.errors:
-                raise self.errors.pop()
-            run()
-
-        return again
 
 
 if not HAS_GPU:

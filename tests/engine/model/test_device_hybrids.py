@@ -14,7 +14,7 @@ import torch
 from hybrid_models import ALL, write_hybrid
 from hybrid_requests import KINDS
 from oracle_proposer import oracle
-from triton_device import ReplayRecorder
+from replay_recorder import ReplayRecorder
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loop.core import EngineCore

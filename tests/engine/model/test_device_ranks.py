@@ -21,12 +21,13 @@ import device_rank
 import numpy as np
 import pytest
 import torch
-from device_rank import Plan, ReplayRecorder
+from device_rank import Plan
 from hung_processes import hang
 from hybrid_models import ALL, write_hybrid
 from node_engine import NodeProcess, load_first, node_config, of_node
 from oracle_proposer import oracle
 from ranked_engine import BASE, SETTINGS, Engine, prompts_of, saved
+from replay_recorder import ReplayRecorder
 from triton_device import DEVICE
 from waiting import SOON_S
 

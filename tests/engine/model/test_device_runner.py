@@ -13,7 +13,7 @@ import pytest
 import torch
 from replay_recorder import ReplayRecorder
 from tiny_llama import write_tiny_llama
-from triton_device import DEVICE, NO_FP8, ReplayRecorder
+from triton_device import DEVICE, NO_FP8
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loop.core import EngineCore
