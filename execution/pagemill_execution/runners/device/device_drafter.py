@@ -142,8 +142,14 @@ class DraftForward(DeviceForward):
             self._store(inputs.slots[0][tokens], hidden[tokens])
 
     def _store(self, slots: Tensor, states: Tensor) -> None:
-        kept = self._kv_cache.layers[-1].flatten(0, 2)
+        kept = self._kept()
         kept.index_copy_(0, slots, states.to(kept.dtype))
+
+    def _kept(self) -> Tensor:
+        """Return the hidden states in the head's cache by slot."""
+        states = self._kv_cache.layers[-1]
+        assert isinstance(states, Tensor)
+        return states.flatten(0, 2)
 
     def _given(self, inputs: DeviceStepInputs) -> Tensor | None:
         """Return the hidden states that a head reads: those of the tokens before."""
@@ -154,7 +160,7 @@ class DraftForward(DeviceForward):
         requests = requests.clamp_(max=len(inputs.seq_lens) - 1)
         before = (inputs.positions - 1).clamp_(min=0)
         blocks = inputs.block_tables[0][requests, before // self._block_size].long()
-        return self._kv_cache.layers[-1].flatten(0, 2)[blocks * self._block_size + before % self._block_size]
+        return self._kept()[blocks * self._block_size + before % self._block_size]
 
 
 class DraftRows:
