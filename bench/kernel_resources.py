@@ -469,7 +469,7 @@ def recording(architecture: int = 90) -> Iterator[list[Launched]]:
 
 
 def _upload(array: Any, to: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    return torch.empty(array.shape, dtype=dtype, device=META)
+    return torch.empty(array.shape, dtype=dtype or torch.from_numpy(array).dtype, device=META)
 
 
 def _kernels(module: ModuleType) -> dict[str, JITFunction[Any]]:

@@ -25,6 +25,7 @@ ENGINE_LIBRARIES = ("msgspec", "psutil", "transformers", "pydantic", "zmq")
 UNIT = "tests passed"
 KERNEL_FILES = {
     "tests/kernels/test_distributed_ranks.py": "gpu or nccl",
+    "tests/kernels/test_triton_parts.py": "",
     "tests/kernels/test_triton_states.py": "",
     "tests/kernels/test_triton_adapters.py": "",
     "tests/kernels/test_expert_kernels.py": "",

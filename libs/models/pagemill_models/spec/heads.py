@@ -28,7 +28,7 @@ from pagemill_models.declaration.parts import linear
 from pagemill_models.declaration.quantization_settings import quantization_bits, quantization_of
 from pagemill_models.families.llama_like import decoder, named_layer, numbers_from_config
 from pagemill_models.files.gguf_file import GGUFTensor
-from pagemill_models.files.safetensors_header import TensorHeader, read_folder_headers
+from pagemill_models.files.safetensors_header import TensorHeader, lacks_weights, read_folder_headers
 from pagemill_models.spec.model_spec import ModelSpec, checked
 from pagemill_models.spec.spec_from_config import check_config, read_config
 from pagemill_models.spec.spec_from_gguf import stored_gguf
@@ -63,7 +63,10 @@ def mtp_heads(spec: ModelSpec) -> list[ModelSpec]:
 
 
 def stored_of(heads: list[ModelSpec], path: Path) -> list[ModelSpec]:
-    """Return the first of these heads, and those behind it whose tensors are in the files of `path`."""
+    """Return the first of these heads, and those behind it whose tensors are in the files of `path`; all of them if
+    these have not been fetched."""
+    if len(heads) < 2 or (path.is_dir() and lacks_weights(path)):
+        return heads
     stored = _headers(path)
     absent = (number for number, head in enumerate(heads[1:], start=1) if not _has(stored, head, path))
     return heads[: next(absent, len(heads))]
