@@ -441,6 +441,8 @@ def test_shapes_and_lengths_are_the_documented_ones(facts: dict[str, Any]) -> No
         "llama-3.1-8b": 8_030_261_248,
         "qwen3-30b-a3b": 30_532_122_624,
         "gpt-oss-20b": 20_914_757_184,
+        "qwen3.5-9b": 8_953_803_264,
+        "qwen3.6-35b-a3b": 34_660_610_688,
         "tiny": 9_856,
     }
     assert (facts["requests"], facts["tokens"]) == (256, [142_827, 133_966])
