@@ -219,7 +219,7 @@ def test_a_beginning_that_a_request_names_is_computed_once(checking_runner: Make
 def test_a_long_prompt_keeps_a_state_every_so_many_tokens(
     checking_runner: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever shares a part of it resumes behind the last of them, at its first use."""
+    """A request that shares a part of it resumes behind the last of them, at its first use."""
     monkeypatch.setattr(states, "MIN_POINT_TOKENS", 32)
     core, runner = a_core(checking_runner)
     prompt = [number % 7 for number in range(150)]

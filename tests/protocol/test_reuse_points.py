@@ -59,7 +59,8 @@ def test_a_template_that_drops_earlier_reasoning_shares_what_is_before_the_point
     """Over a chat of ten turns, whose reasoning the template keeps behind the last question only, as Qwen3.5's does."""
     tokenizer = Tokenizer(msgspec.structs.replace(smollm2.bundle, has_states=True, chat_template=DROPS))
     messages, hits, shared = [SYSTEM], 0, 0
-    before, kept = [], 0
+    before: list[int] = []
+    kept = 0
     for turn in range(10):
         messages.append(ask(f"Question {turn} of the chat: what comes next?"))
         request = chat(tokenizer, *messages)
