@@ -149,9 +149,12 @@ def answer_of(url: str, disturb: Callable[[], None] | None = None) -> str:
     return text
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
-    ("parallel", "how"), [("tensorParallel", "kill"), ("pipelineParallel", "kill"), ("pipelineParallel", "stop")]
+    ("parallel", "how"),
+    [
+        pytest.param("tensorParallel", "kill", marks=pytest.mark.slow),
+        *(pytest.param("pipelineParallel", how, marks=pytest.mark.full) for how in ("kill", "stop")),
+    ],
 )
 def test_a_stream_goes_on_at_the_other_replica_when_a_rank_is_lost(
     parallel: str, how: str, write: Write, tmp_path: Path, environment: dict[str, str]

@@ -18,6 +18,7 @@ from recurrent_rows import RecurrentFault, RecurrentRows
 from step_workloads import BLOCK_SIZE, MAX_MODEL_LEN, a_config, a_request
 
 from pagemill_engine.config import EngineConfig
+from pagemill_engine.kv import states
 from pagemill_engine.kv.states import States
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.scheduler.proposals import Proposals
@@ -213,6 +214,18 @@ def test_a_beginning_that_a_request_names_is_computed_once(checking_runner: Make
         if at_once:
             serve(core, queue)
         assert [computed(runner, f"r{number}/0") for number in range(10)] == [126, *[6] * 9]
+
+
+def test_a_long_prompt_keeps_a_state_every_so_many_tokens(
+    checking_runner: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request that shares a part of it resumes behind the last of them, at its first use."""
+    monkeypatch.setattr(states, "MIN_POINT_TOKENS", 32)
+    core, runner = a_core(checking_runner)
+    prompt = [number % 7 for number in range(150)]
+    for name, num_shared in (("first", 150), ("second", 105), ("third", 65)):
+        serve(core, [ask(name, [*prompt[:num_shared], 8, 9])])
+    assert [computed(runner, f"{name}/0") - 5 for name in ("first", "second", "third")] == [150, 105 - 96, 65 - 64]
 
 
 def test_a_burst_of_one_beginning_waits_for_its_state(checking_runner: Make) -> None:

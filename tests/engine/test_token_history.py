@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -80,6 +81,37 @@ def test_a_repeated_token_is_compared_at_most_as_often_as_is_allowed() -> None:
         sys.setprofile(None)
     assert found == Agreement(3999, MAX_COMPARED)
     assert num_calls < 5, "the first place agrees as far as is compared"
+
+
+class Counted(list[int]):
+    """Tokens that count how many of them are read."""
+
+    num_read = 0
+
+    def __getitem__(self, place: Any) -> Any:
+        found = super().__getitem__(place)
+        self.num_read += len(found) if isinstance(found, list) else 1
+        return found
+
+
+def test_a_search_reads_a_bounded_number_of_tokens_however_long_the_text_is() -> None:
+    """Three tokens that stand everywhere, each time behind 40 others that agree and one that does not."""
+    common = list(range(100, 140))
+    tokens = Counted(
+        [token for number in range(400) for token in [1000 + number, *common, 7, 8, 9]] + [*common, 7, 8, 9]
+    )
+    history = TokenHistory()
+    history.extend(tokens)
+    tokens.num_read = 0
+    found = history.find(tokens, tokens)
+    assert found is not None
+    assert found.length == 43
+    assert 16 * 43 < tokens.num_read <= 3 + 2 * MAX_PLACES * MAX_COMPARED
+    before = tokens.num_read
+    for token in (7, 8, 9) * 20:  # tokens of an answer arrive one by one
+        tokens.append(token)
+        history.extend(tokens)
+    assert tokens.num_read - before == 3 * 60, "each has a place with the two before it"
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=20), st.integers(0, 19), st.integers(0, 30))

@@ -14,6 +14,14 @@ from pagemill_protocol.request.generate import GenerateRequest
 
 SYSTEM = {"role": "system", "content": "You answer in one word. Nothing else is said."}
 ANSWER = {"role": "assistant", "content": "Paris"}
+DROPS = (
+    "{% set last = namespace(at=0) %}"
+    "{% for each in messages %}{% if each.role == 'user' %}{% set last.at = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for each in messages %}<|im_start|>{{ each.role }}\n"
+    "{% if each.reasoning_content and loop.index0 > last.at %}"
+    "<think>\n{{ each.reasoning_content }}\n</think>\n\n{% endif %}{{ each.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +53,30 @@ def test_points_are_the_end_of_the_system_text_and_of_the_messages(recurrent: To
     assert turn.prompt_token_ids[:history] == first.prompt_token_ids[:history]
     assert turn.reuse_points[0] == shared
     assert turn.reuse_points[1] > history
+
+
+def test_a_template_that_drops_earlier_reasoning_shares_what_is_before_the_point(smollm2: Tokenizer) -> None:
+    """Over a chat of ten turns, whose reasoning the template keeps behind the last question only, as Qwen3.5's does."""
+    tokenizer = Tokenizer(msgspec.structs.replace(smollm2.bundle, has_states=True, chat_template=DROPS))
+    messages, hits, shared = [SYSTEM], 0, 0
+    before: list[int] = []
+    kept = 0
+    for turn in range(10):
+        messages.append(ask(f"Question {turn} of the chat: what comes next?"))
+        request = chat(tokenizer, *messages)
+        prompt = request.prompt_token_ids
+        assert tokenizer.decode(prompt, skip_special_tokens=False).endswith("assistant\n<think>\n")
+        common = next((at for at, pair in enumerate(zip(before, prompt, strict=False)) if pair[0] != pair[1]), 0)
+        assert common - 15 <= kept <= common
+        hits, shared = hits + kept // 16 * 16, shared + common // 16 * 16
+        answer = f"It is the number {turn}, and nothing else."
+        thought = tokenizer.encode(
+            f"The user asks for {turn}.\n</think>\n\n{answer}<|im_end|>\n", add_special_tokens=False
+        )
+        before, kept = [*prompt, *thought], request.reuse_points[-1]
+        messages.append({**ANSWER, "content": answer, "reasoning_content": f"The user asks for {turn}."})
+    assert shared > 1000
+    assert hits >= 0.95 * shared
 
 
 def test_texts_that_look_like_control_tokens_give_no_wrong_points(recurrent: Tokenizer) -> None:

@@ -86,9 +86,8 @@ def _moe(folder: Path, kind: str) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("heads")
+def write_folders(root: Path) -> dict[str, Path]:
+    """Write each kind of model with its head; `bench/heads_beside_vllm.py` compares them with vLLM's classes."""
     found = {"llama": root / "llama", "deepseek": root / "deepseek", "glm": root / "glm", "minimax": root / "minimax"}
     write_tiny_llama(
         found["llama"], vocab_size=VOCAB, hidden_size=SIZE, num_attention_heads=2, num_key_value_heads=1,
@@ -102,6 +101,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         (folder / "tokenizer_config.json").write_text("{}")
     found["eagle3"] = write_eagle3(root / "eagle3")
     return found
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return write_folders(tmp_path_factory.mktemp("heads"))
 
 
 def make(folders: dict[str, Path], kind: str, *, drafts: bool = True, **settings: Any) -> LLM:
@@ -434,6 +438,25 @@ def _adapter(folder: Path) -> Path:
     config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "deepseek"])
+def test_no_prefix_hit_is_shorter_because_a_head_drafts(folders: dict[str, Path], kind: str) -> None:
+    """Its states of the prompt and of the answer before are cached with the blocks."""
+    params, cached = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True), []
+    for drafts in (False, True):
+        with make(folders, kind, drafts=drafts, num_kv_blocks=40) as llm:
+            (first,) = llm.generate(PROMPTS[:1], params, use_tqdm=False)
+            text = [*first.prompt_token_ids, *first.outputs[0].token_ids]
+            prompts = [{"prompt_token_ids": each} for each in (first.prompt_token_ids, text, [*text[:50], 1, 2, 3])]
+            outputs = [llm.generate([each], params, use_tqdm=False)[0] for each in prompts]
+            cached.append([each.num_cached_tokens for each in outputs])
+            assert all(
+                each.metrics is not None and (each.metrics.num_proposed_tokens > 0) is drafts for each in outputs
+            )
+    assert cached[0] == cached[1]
+    assert min(cached[0]) >= 32
 
 
 def test_auto_drafts_by_the_models_own_layer(

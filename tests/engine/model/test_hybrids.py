@@ -6,6 +6,7 @@ that was not written is not a number, so nothing may read it. Planted faults mus
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,6 +42,7 @@ from pagemill_kernels.cpu import library
 from pagemill_kernels.recurrent.batch import StateBatch
 from pagemill_models.declaration.declaration import DecoderSpec
 from pagemill_models.declaration.errors import UnsupportedModelArchitecture
+from pagemill_models.spec.decoders import decoder_from_config
 from pagemill_models.spec.model_files import load_model_spec
 from pagemill_models.spec.spec_from_config import check_config
 from pagemill_models.spec.stored_names import declared_names
@@ -429,6 +431,29 @@ def test_settings_that_contradict_each_other_are_refused_by_the_header(
     (tmp_path / "config.json").write_text(_config(changes))
     with pytest.raises((UnreadableModelError, UnsupportedModelArchitecture), match=message):
         check_config(tmp_path)
+
+
+ROTATED = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.25}
+
+
+@pytest.mark.parametrize(
+    ("published", "same"),
+    [
+        ({**PATTERN, "hybrid_override_pattern": "M*-EM*"}, NEMOTRON),
+        (
+            {"layer_types": None, "full_attention_interval": 2},
+            {"layer_types": ["linear_attention", "full_attention"] * 2},
+        ),
+        (LFM2, {**LFM2, "full_attn_idxs": None, "layer_types": ["conv", "full_attention"] * 2}),
+        ({"rope_theta": 500.0, "partial_rotary_factor": 0.25}, {"rope_parameters": ROTATED}),
+    ],
+    ids=["pattern", "interval", "full", "rotation"],
+)
+def test_settings_of_older_files_declare_the_layers_that_those_of_newer_ones_do(
+    published: dict[str, Any], same: dict[str, Any]
+) -> None:
+    one, other = (decoder_from_config(json.loads(_config(each)), Path("config.json")) for each in (published, same))
+    assert one == other
 
 
 def _config(changes: dict[str, Any]) -> str:

@@ -21,6 +21,7 @@ from greedy_families import greedy_reference
 from outlines import outline
 from packed_models import MODELS, write
 from packed_records import RECORDS, Folder, tensors_of
+from ranked_engine import LONG, Engine, Ranks
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -123,6 +124,14 @@ def test_a_packed_checkpoint_gives_the_answers_of_its_values(
     runner = runner_loader(tmp_path / "model", backend=backend, dtype="float32")
     assert [result.token_ids for result in make_driver(runner).greedy(PROMPTS, NUM_TOKENS)] == expected(model)
     assert load_model_spec(tmp_path / "model").num_parameters == model.num_parameters()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["awq", "gptq", "compressed-tensors fp8"])
+def test_ranks_give_the_tokens_of_one_with_a_packed_checkpoint(name: str, tmp_path: Path, ranks: Ranks) -> None:
+    model, params = write(tmp_path / "model", name), msgspec.structs.replace(LONG, max_tokens=NUM_TOKENS)
+    found = Engine(ranks(tmp_path / "model", 2)).run(PROMPTS, params)
+    assert [tokens for tokens, _ in found] == expected(model)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
+
 import pytest
+from engine_ready import LIMITS, engine_ready
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.ipc.messages import StepOutputs, TokensOut
 from pagemill_engine.server.metrics import RequestTiming, ServerMetrics
-from pagemill_protocol.report.state import RankTimes
+from pagemill_protocol.report.cache_kinds import CacheKind
+from pagemill_protocol.report.state import EngineLoad, KindBytes, RankTimes
 
 
 @pytest.mark.parametrize(
@@ -71,3 +76,17 @@ def test_proposed_tokens_are_counted_by_their_place() -> None:
         line.rpartition(" ")[2] for line in lines if line.startswith("vllm:spec_decode_num_accepted_tokens_per_pos")
     ]
     assert places == ["2.0", "1.0", "1.0"]
+
+
+def test_bytes_of_states_stand_beside_those_of_keys_and_values() -> None:
+    metrics = ServerMetrics("m", EngineConfig(model="m"))
+    kinds = (CacheKind(), CacheKind("state", state=True))
+    metrics.ready(engine_ready(limits=dataclasses.replace(LIMITS, kinds=kinds)))
+    load = EngineLoad(num_kv_bytes_total=150, kind_bytes=[KindBytes(100, 30, 20), KindBytes(50, 5, 7)])
+    metrics.step(StepOutputs(load=load))
+    lines = [line for line in lines_of(metrics) if line.startswith("pagemill_engine_kv_bytes{")]
+    found = {tuple(re.findall(r'(?:kind|state)="(\w+)"', line)): float(line.rpartition(" ")[2]) for line in lines}
+    assert found == {
+        ("full", "active"): 30, ("full", "evictable"): 20, ("full", "free"): 50,
+        ("state", "active"): 5, ("state", "evictable"): 7, ("state", "free"): 38,
+    }  # fmt: skip

@@ -394,3 +394,17 @@ def test_an_answer_of_the_prompt_alone_has_no_generated_token(byte_tokenizer: To
     assert (choice["text"], choice["finish_reason"]) == ("abc", "length")
     assert choice["logprobs"]["token_logprobs"] == [None, -1.5, -1.5]
     assert processor.usage.completion_tokens == 0
+
+
+@pytest.mark.parametrize("predicted", [[], [1, 2]])
+def test_proposed_tokens_are_counted_for_the_log_and_those_of_a_prediction_for_the_client(
+    byte_tokenizer: Tokenizer, predicted: list[int]
+) -> None:
+    processor = OutputProcessor(
+        make_request(SamplingParams(n=2), stream=False, predicted_token_ids=predicted), byte_tokenizer
+    )
+    processor.push(out(byte_tokenizer, "abc", finish="length", num_proposed=4, num_accepted=2))
+    last = processor.push(out(byte_tokenizer, "de", 1, "length", num_proposed=3, num_accepted=1)).frames[-1]
+    details = json.loads(last.payload)["usage"].get("completion_tokens_details")
+    assert details == ({"accepted_prediction_tokens": 3, "rejected_prediction_tokens": 4} if predicted else None)
+    assert (processor.usage.proposed_tokens, processor.usage.accepted_tokens) == (7, 3)
