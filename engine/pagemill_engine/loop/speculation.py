@@ -49,8 +49,11 @@ def proposals_of(config: EngineConfig, info: RunnerInfo, ms_of: MsOf) -> Proposa
             f"num_tokens is {settings.num_tokens}, but a step has {limit} tokens with the one that is sampled without "
             "proposals; lower it, or raise max_num_batched_tokens"
         )
+    # N-grams are found or not by measured times, which decides what is computed together: without
+    # `deterministic` near ties of an answer could fall otherwise.
+    chooses_ngram = settings.method == "auto" and config.deterministic and not info.drafts
     try:
-        methods = _methods_of(settings.method)
+        methods = _methods_of("ngram" if chooses_ngram else settings.method)
     except ValueError as error:
         raise LoadError("SettingsUnsupported", str(error)) from error
     if info.drafts:
