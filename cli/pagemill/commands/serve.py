@@ -114,7 +114,7 @@ class ServeCommand(CommandWithOptions):
         typer.Option(
             help='Proposed tokens, as JSON: {"method": "ngram", "num_speculative_tokens": 8}; methods are auto, '
             "ngram, draft_model and eagle3 (with model), mtp and off (default: auto, which uses a model's own drafting "
-            "layer unless the model is a hybrid)."
+            "layer)."
         ),
     ] = None
     policy: Annotated[

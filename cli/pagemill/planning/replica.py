@@ -290,7 +290,7 @@ def _on_cpu(
     memory = plan_memory(config, spec, sizes, _pod_memory(memory_bytes) if memory_bytes else measure_memory(), ranks)
     device = "CPU with resources.memory" if memory_bytes else "CPU with the memory of this machine"
     cache = _divided(config, spec, memory.num_blocks, sizes)
-    shares_memory = not ranks and config.speculative.source is None
+    shares_memory = not ranks
     replica = _replica(config, spec, sizes, memory, fit, device, fit_from, cache, shares_memory=shares_memory)
     held = _holding(replica, cache, length, shares_memory=shares_memory)
     return held._replace(ranks=tuple(ranks), ranks_of_stage=config.tensor_parallel_size)
@@ -300,7 +300,9 @@ def _divided(config: ExecutionConfig, spec: ModelSpec, num_blocks: int, sizes: S
     """Return how an engine divides the cache among its kinds. States have the same size whatever the cache's type."""
     from pagemill_execution.sizing.kv_sizes import cache_kinds, kv_type_of
 
-    return cache_kinds(config, spec, kv_type_of(spec, sizes.kv_bytes_per_token), num_blocks)
+    beside = sizes.draft_kv_bytes_per_token
+    kind = kv_type_of(spec, sizes.kv_bytes_per_token - beside)
+    return cache_kinds(config, spec, kind, num_blocks, beside * config.block_size)
 
 
 def _holding(replica: PlannedReplica, cache: CacheBlocks, length: int, *, shares_memory: bool) -> PlannedReplica:

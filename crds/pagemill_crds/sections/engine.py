@@ -33,12 +33,12 @@ class Speculative(Section):
 
     method: Annotated[str, Text(63, r"^[A-Za-z0-9][A-Za-z0-9._-]*$", "must be a name such as ngram")]
     """`auto` proposes what a client predicts (`prediction` of a chat), and what the model's own layer drafts where it
-    has one and is no hybrid (whose memory moves between attention and recurrent layers, but not beside a layer that
-    drafts: `mtp` sets it), otherwise with `deterministic` as `ngram`; `ngram` what a client predicts and what stood
-    behind the same words before, in the prompt, in the answer or in recent answers to prompts that begin alike, `draft`
-    what a client predicts and what the model of `source` drafts, `eagle3` likewise what a head drafts that was trained
-    for the model, `mtp` what the model's own layer does, `off` nothing. Packages can register others with the engine,
-    which refuses a name that it does not have, and a head or layer that does not fit, before it is ready."""
+    has one (on GPUs not that of a hybrid), otherwise with `deterministic` as `ngram`; `ngram` what a client predicts
+    and what stood behind the same words before, in the prompt, in the answer or in recent answers to prompts that begin
+    alike, `draft` what a client predicts and what the model of `source` drafts, `eagle3` likewise what a head drafts
+    that was trained for the model, `mtp` what the model's own layer does, `off` nothing. Packages can register others
+    with the engine, which refuses a name that it does not have, and a head or layer that does not fit, before it is
+    ready."""
     source: Source | None = None
     """What drafts, with the schemes of `spec.model.source`: a smaller model with the same tokenizer, or with `eagle3` a
     head. Its weights and its KV cache take part of the memory."""

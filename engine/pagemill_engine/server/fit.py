@@ -89,7 +89,7 @@ def _draft_specs(config: EngineConfig, spec: ModelSpec, path: Path) -> list[Mode
     if source is not None:
         path = resolve_source(source, field="speculative.source")
         return [eagle3_head(path) if method == "eagle3" else load_model_spec(path)]
-    if method == "auto" and (config.pipeline_parallel_size > 1 or spec.has_states):
+    if method == "auto" and config.pipeline_parallel_size > 1:
         return []
     return stored_mtp_heads(spec, path, whole=method == "auto") if method in ("auto", "mtp") else []
 
@@ -103,11 +103,8 @@ def _kv_cache_bytes(config: EngineConfig, token_bytes: int) -> int:
 
 def _check_longest(config: EngineConfig, spec: ModelSpec, num_blocks: int) -> None:
     """Raise `StartupError` if a request of `max_model_len` tokens does not fit into a cache of so many blocks."""
-    shares_memory = config.speculative.source is None
     try:
-        max_model_len_for(
-            config, spec, cache_kinds(config, spec, _kv_type(config), num_blocks), shares_memory=shares_memory
-        )
+        max_model_len_for(config, spec, cache_kinds(config, spec, _kv_type(config), num_blocks), shares_memory=True)
     except LoadError as error:
         raise StartupError(error.reason, error.message, "max_model_len") from None
 

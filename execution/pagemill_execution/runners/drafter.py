@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from pagemill_execution.decoders.head_states import HeadStates
 from pagemill_execution.decoders.step_model import CachedTokens, StepModel, StepTokens
 from pagemill_execution.runners.inputs import RequestRows, StepInputs
-from pagemill_execution.runners.kv_cache import KVCache
+from pagemill_execution.runners.kv_cache import KindBlocks, KVCache
 from pagemill_execution.sampling.rows import SamplingRows
 from pagemill_execution.sampling.runs import ranges
 from pagemill_kernels.arrays import Array
@@ -95,13 +95,14 @@ class Drafter:
         """Note that a request got a row, and what its blocks contain."""
         self._num_computed[row] = num_computed_tokens
 
-    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-        for each in self._heads:
-            each.kv_cache.of_kinds[0].copy_blocks(copies)
+    @property
+    def blocks(self) -> list[KindBlocks]:
+        """The blocks of each cache, which move with those of the first kind."""
+        return [each.kv_cache.of_kinds[0] for each in self._heads]
 
     def scrub(self, block_ids: Ints) -> None:
-        for each in self._heads:
-            each.kv_cache.of_kinds[0].scrub(block_ids)
+        for each in self.blocks:
+            each.scrub(block_ids)
 
     def run(self, inputs: StepInputs, drafts: Mapping[str, int], last: Array) -> Drafted:
         """Compute the tokens of a step that was counted, and draft up to `drafts[request]` tokens for some of its
@@ -157,6 +158,8 @@ class Drafter:
         if not len(order):
             return np.zeros((0, 0), dtype=np.float32)
         of_order = rows[due][order], begins[order], counts[order]
+        if head.first:
+            self._clear_first(head, of_order[0][of_order[1] == head.first])
         hidden = self._hidden(head, *of_order, None)
         if place + 1 < len(self._heads):
             states = self._heads[place + 1].states
@@ -165,6 +168,16 @@ class Drafter:
         found = np.zeros(len(due), dtype=np.int64)
         found[order] = np.cumsum(counts[order]) - 1
         return hidden[found[is_active]]
+
+    def _clear_first(self, head: _Head, rows: Ints) -> None:
+        """Clear the places before a head's first pair: kernels multiply what is there by zero, and memory that was
+        another kind's has any values."""
+        if len(rows):
+            first = np.arange(head.first)
+            blocks = self._table(rows, 1 + first[-1] // self._rows.block_size)[:, first // self._rows.block_size]
+            for cache in head.kv_cache.layers[:-1]:
+                assert isinstance(cache, np.ndarray)
+                cache[blocks, :, first % self._rows.block_size] = 0
 
     def _draw(self, hidden: Array, rows: Ints, place: int) -> tuple[Ints, NDArray[np.bool_]]:
         """Draw a token for each row with the key with which the token at this place will be drawn."""

@@ -85,10 +85,10 @@ class EagerRunner:
         return self.kv_cache.num_bytes + (0 if self._drafter is None else self._drafter.num_bytes)
 
     def wake(self) -> None:
-        if self._drafter is not None:
-            self._drafter.wake()
         self.kv_cache.allocate()
         self.model.use_caches(self.kv_cache.layers)
+        if self._drafter is not None:
+            self._drafter.wake()
 
     def close(self) -> None:
         if self._drafter is not None:
@@ -116,15 +116,18 @@ class EagerRunner:
             for changes in plan.tables[len(self._rows.block_tables) :]:
                 for request_id, index, slot in changes.placed:
                     self._states.change(self._rows.row(request_id), index, slot)
+        of_drafts = (
+            []
+            if self._drafter is None
+            else [(own, changes) for changes in plan.tables[:1] for own in self._drafter.blocks]
+        )
         copied = [
             (own, changes.copies, own.contents([source for source, _ in changes.copies]))
-            for own, changes in zip(self.kv_cache.of_kinds, plan.tables, strict=False)
+            for own, changes in (*zip(self.kv_cache.of_kinds, plan.tables, strict=False), *of_drafts)
             if changes.copies
         ]  # all that is copied is read before any of it is written: kinds may share memory
         for own, copies, contents in copied:
             own.fill([copy for _, copy in copies], contents)
-        if self._drafter is not None and plan.tables:
-            self._drafter.copy_blocks(plan.tables[0].copies)
 
     def _adapters_of(self, inputs: StepInputs, tokens: NDArray[np.int64] | slice | None = None) -> Any:
         """Return the adapters of the step's tokens, or of some of them; None: none has one."""

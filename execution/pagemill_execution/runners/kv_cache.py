@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import accumulate
 
@@ -86,10 +86,14 @@ class KVCache:
         shares_memory: bool = False,
         max_rows: int = 0,
         most_proposed: int | None = None,
+        blocks_beyond: int = 0,
+        within: Callable[[], Array] | None = None,
     ) -> None:
         """Allocate the blocks of each of `cache_kinds`. `shares_memory`: whether memory may move between the first and
         the last of them; each then has blocks for all of it. `max_rows`: rows with a log of recurrent layers, which
-        have room for `most_proposed` tokens that may be taken back."""
+        have room for `most_proposed` tokens that may be taken back. `blocks_beyond`: those behind the shared memory of
+        what drafts tokens, whose part of each block is `beside`. `within`: returns the memory of that part, [blocks +
+        1, bytes]; None: this cache has memory of its own."""
         self.cache_kinds = cache_kinds
         self._counts = [num_blocks] if isinstance(num_blocks, int) else list(num_blocks)
         shapes = spec.cache_shapes
@@ -114,12 +118,22 @@ class KVCache:
             if not each.state
             for heads, size in map(shapes.__getitem__, layers)
         )
+        self._within, self._blocks_beyond, self._beside_bytes = within, blocks_beyond, 0
+        if self._shares_memory:
+            own_bytes = block_size * sum(
+                heads * kinds.token_bytes(kind, size) for heads, size in map(shapes.__getitem__, self._layers_of[0])
+            )
+            self._beside_bytes = cache_kinds[0].block_bytes - own_bytes
+            self.num_bytes += self._counts[0] * self._beside_bytes + blocks_beyond * cache_kinds[0].block_bytes
+        self.num_bytes *= within is None
         if has_states:
             of_rows = (each.num_row_values(block_size, self._most_proposed) for each in self._states.values())
             num_values = self._counts[-1] * sum(each.num_values for each in self._states.values())
             self.num_bytes += (num_values + max_rows * sum(of_rows)) * STATE_VALUE_BYTES
         self.of_kinds: list[KindBlocks] = []
         self.layers: list[LayerCache] = []
+        self.beside: Array = np.zeros((0, 0), dtype=np.uint8)
+        """The part of the first kind's blocks that no layer of this cache has, [blocks, bytes]."""
         self.allocate()
 
     def allocate(self) -> None:
@@ -133,7 +147,10 @@ class KVCache:
         dtypes = [np.dtype(kinds.NUMPY_TYPES[each]) for each in self._types]
         widths = [sum(map(math.prod, own)) * dtype.itemsize for own, dtype in zip(shapes, dtypes, strict=True)]
         try:
-            pools = [_lazy_zeros((count + 1, width)) for count, width in zip(self._counts, widths, strict=True)]
+            if self._within is not None:
+                pools = [self._within()]
+            else:
+                pools = [_lazy_zeros((count + 1, width)) for count, width in zip(self._counts, widths, strict=True)]
             if self._shares_memory:
                 pools[0], pools[-1] = self._shared()
             pools = [pool.view(dtype) for pool, dtype in zip(pools, dtypes, strict=True)]
@@ -162,13 +179,14 @@ class KVCache:
         """Return the blocks of the first and the last kind, which are in one arena (`pagemill_engine.kv.split`)."""
         low, high = self.cache_kinds[0].block_bytes, self.cache_kinds[-1].block_bytes
         arena = arena_of(self.cache_kinds, self._counts)
-        memory = _lazy_zeros((arena.num_bytes,))
-        last = (arena.padding_blocks[1] + 1) * high
-        return memory.reshape(-1, low), memory[arena.start : arena.start + last].reshape(-1, high)
+        memory = _lazy_zeros((arena.num_bytes + self._blocks_beyond * low,))
+        first, last = memory.reshape(-1, low), (arena.padding_blocks[1] + 1) * high
+        own, self.beside = np.split(first, [low - self._beside_bytes], axis=1)
+        return own[: arena.padding_blocks[0] + 1], memory[arena.start : arena.start + last].reshape(-1, high)
 
     def release(self) -> None:
         """Return all of its memory to the machine."""
-        self.of_kinds, self.layers = [], []
+        self.of_kinds, self.layers, self.beside = [], [], np.zeros((0, 0), dtype=np.uint8)
 
 
 def _state_arrays(spec: StateSpec, blocks: Array, logs: tuple[Array, Array]) -> StateArrays:

@@ -45,6 +45,8 @@ class Sizes(NamedTuple):
     """Whether such attention also writes its scores out, one key/value head of a chunk at a time."""
     adapter_bytes: int = 0
     """All adapters that are kept in memory, each of the largest rank."""
+    draft_kv_bytes_per_token: int = 0
+    """What a draft model keeps beside each token of the first cache kind, which keeps everything."""
     draft_step_bytes: int = 0
     """What a draft model takes in the largest step: blocks of tokens that may be rejected, and its activations. Its
     weights, keys and values are in the figures above."""

@@ -7,6 +7,7 @@ It computes the same tokens, keeps their keys and values in blocks of the same n
 
 from __future__ import annotations
 
+import logging
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +20,6 @@ from pagemill_execution.config import ExecutionConfig, SpeculationConfig
 from pagemill_execution.decoders.errors import WeightsError
 from pagemill_execution.decoders.fitting import check_tensors
 from pagemill_execution.sizing.compute import Compute, choose_compute
-from pagemill_execution.sizing.kv_sizes import kv_bytes_per_token
 from pagemill_execution.weights.declared import DeclaredWeights
 from pagemill_execution.weights.errors import LoadError
 from pagemill_execution.weights.opening import open_weights, shape_only_weights
@@ -31,7 +31,12 @@ from pagemill_models.spec.model_files import load_model_spec
 from pagemill_models.spec.model_spec import ModelSpec
 from pagemill_models.tokenizer_files.load_bundle import load_bundle
 
+logger = logging.getLogger(__name__)
+
 _NOT_RUN = "Set method to ngram."
+_FIXED_ON_DEVICES = (
+    "On a GPU no memory moves between keys and values and states beside it; set speculative.method to mtp to use it."
+)
 
 
 class DraftModel(NamedTuple):
@@ -50,28 +55,24 @@ class DraftModel(NamedTuple):
         """Whether it is a head without an embedding or logits of its own."""
         return self.spec.decoder.reads is not None and not (self.spec.decoder.embeds and self.token_ids is not None)
 
-    @property
-    def kv_bytes_per_token(self) -> int:
-        of_further = sum(each.kv_bytes_per_token for each in self.further)
-        return kv_bytes_per_token(self.spec, self.compute.kv_dtype) + of_further
-
 
 def find_draft(config: ExecutionConfig, path: Path, spec: ModelSpec) -> DraftModel | None:
     """Return what drafts by the settings, or None if nothing does. `path`, `spec`: the model that verifies.
 
-    With `auto` the model's own layer drafts, where it has one that can be used; not that of a hybrid, since memory does
-    not move between cache kinds beside a head. Raises `LoadError` and `SourceError`, which name the setting and the
-    remedy.
+    With `auto` the model's own layer drafts, where it has one that can be used; on a GPU not that of a hybrid.
+    Raises `LoadError` and `SourceError`, which name the setting and the remedy.
     """
     settings = config.speculative
-    if settings.method == "auto" and spec.has_states:
-        return None
     if settings.method == "auto":
         try:
             found = _find(config, path, spec)
         except LoadError:
             return None
-        return None if found is not None and found.compute.backend == "triton" and config.num_ranks > 1 else found
+        if found is None or found.compute.backend != "triton" or not (config.num_ranks > 1 or spec.has_states):
+            return found
+        if spec.has_states:
+            logger.info("`%s` has a layer that drafts tokens, which is not used. %s", path, _FIXED_ON_DEVICES)
+        return None
     return _find(config, path, spec) if settings.method in ("draft", "eagle3", "mtp") else None
 
 

@@ -84,8 +84,7 @@ def cache_kinds(
     try:
         divided = divide(kinds_with(most_proposed), total, longest, config.step, config.block_size)
         if is_default:
-            shares_memory = config.num_ranks == 1 and not draft_block_bytes
-            max_model_len_for(config, spec, divided, shares_memory=shares_memory)
+            max_model_len_for(config, spec, divided, shares_memory=config.num_ranks == 1)
     except LoadError:
         if not is_default:
             raise

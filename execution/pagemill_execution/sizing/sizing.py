@@ -91,7 +91,7 @@ def ranks_here(config: ExecutionConfig, path: Path, spec: ModelSpec) -> list[Ran
     ranks = _rank_sizes(config, path, spec, storage_forms(choose_compute(config, spec)))
     draft = find_draft(config, path, spec)
     if draft is not None:  # the first rank drafts
-        sizes = with_draft(ranks[0].sizes, draft, config, storage_forms(draft.compute))
+        sizes = with_draft(ranks[0].sizes, draft, config, spec, storage_forms(draft.compute))
         ranks[0] = ranks[0]._replace(sizes=sizes)
     return ranks
 
@@ -134,9 +134,12 @@ def _sizes(
     sizes = sizes_of(config, _weights(config, path, spec, storage), spec, storage)
     # The device need not be present: what drafts is stored in its forms wherever it is looked at.
     draft = find_draft(msgspec.structs.replace(config, device="cpu") if on_gpu else config, path, spec)
-    if draft is None or (on_gpu and config.num_ranks > 1):
+    if draft is None or (
+        on_gpu and (config.num_ranks > 1 or (spec.has_states and config.speculative.method == "auto"))
+    ):
         return sizes
-    return with_draft(sizes, draft, config, gpu_storage_forms(draft.config) if on_gpu else storage_forms(draft.compute))
+    of_draft = gpu_storage_forms(draft.config) if on_gpu else storage_forms(draft.compute)
+    return with_draft(sizes, draft, config, spec, of_draft)
 
 
 def _weights(config: ExecutionConfig, path: Path, spec: ModelSpec, storage: StorageForms) -> WeightSource:
@@ -146,8 +149,11 @@ def _weights(config: ExecutionConfig, path: Path, spec: ModelSpec, storage: Stor
     return weights_of(config, path, spec, small_floats)
 
 
-def with_draft(sizes: Sizes, draft: DraftModel, config: ExecutionConfig, storage: StorageForms) -> Sizes:
-    """Return the sizes of a model and its draft model together. `config`: that of the model; `storage`: what drafts."""
+def with_draft(
+    sizes: Sizes, draft: DraftModel, config: ExecutionConfig, spec: ModelSpec, storage: StorageForms
+) -> Sizes:
+    """Return the sizes of a model and its draft model together. `config`, `spec`: of the model; `storage`: of what
+    drafts."""
     own = _sizes(draft.config, draft.path, draft.spec, storage)
     for each in draft.further:
         further = _sizes(each.config, each.path, each.spec, storage)
@@ -159,10 +165,14 @@ def with_draft(sizes: Sizes, draft: DraftModel, config: ExecutionConfig, storage
         table = draft.spec.decoder.embedding
         whole = 2 * table.num_rows * table.size * NUMPY_TYPES[storage.dtype].itemsize
         own = own._replace(weight_bytes=own.weight_bytes + whole)
-    scratch_bytes = config.step.max_num_seqs * scratch_blocks(config) * config.block_size * own.kv_bytes_per_token
+    in_scratch = own.kv_bytes_per_token
+    if config.num_ranks == 1 and (spec.has_states or any(spec.decoder.windows())):
+        in_scratch += sizes.kv_bytes_per_token  # memory moves between kinds: these are whole blocks of the first one
+    scratch_bytes = config.step.max_num_seqs * scratch_blocks(config) * config.block_size * in_scratch
     return sizes._replace(
         weight_bytes=sizes.weight_bytes + own.weight_bytes,
         kv_bytes_per_token=sizes.kv_bytes_per_token + own.kv_bytes_per_token,
+        draft_kv_bytes_per_token=own.kv_bytes_per_token,
         draft_step_bytes=scratch_bytes + activation_bytes(draft.config, draft.spec, own, config.block_size),
     )
 
@@ -194,9 +204,8 @@ def weights_of(
     """Return the stored weights, or weights that are quantized while they are read. Raises `LoadError`."""
     stored = open_weights(path, early_digest, spec.decoder.stacked, keeps_small_floats)
     unused = next((name for name in stored.shapes if name.startswith(spec.decoder.ignored_layers)), None)
-    if unused is not None and (not spec.decoder.mtp or spec.has_states) and config.speculative.method != "mtp":
-        remedy = "; set speculative.method to mtp to draft with them" if spec.decoder.mtp else ""
-        logger.info("`%s` has layers that draft tokens (`%s`), which are not used%s.", path, unused, remedy)
+    if unused is not None and not spec.decoder.mtp:
+        logger.info("`%s` has layers that draft tokens (`%s`), which are not used.", path, unused)
     return _rounded(config, path, spec, DeclaredWeights(stored, spec.decoder))
 
 

@@ -5,6 +5,8 @@ The native decoder runs without torch; other models run on torch, which is impor
 
 from __future__ import annotations
 
+from functools import partial
+
 from pagemill_execution.decoders.native.decoder import NativeDecoder
 from pagemill_execution.decoders.native.head import NativeHead
 from pagemill_execution.decoders.rope import Rotations, decoder_tables
@@ -17,7 +19,7 @@ from pagemill_execution.runners.row_adapters import row_adapters
 from pagemill_execution.sizing.budget import keeps_nothing
 from pagemill_execution.sizing.compute import Compute
 from pagemill_execution.sizing.draft import DraftModel, scratch_blocks
-from pagemill_execution.sizing.kv_sizes import cache_kinds, max_model_len_for
+from pagemill_execution.sizing.kv_sizes import cache_kinds, kv_bytes_per_token, max_model_len_for
 from pagemill_execution.sizing.memory import measure_memory
 from pagemill_execution.sizing.sizing import weights_of
 from pagemill_execution.starting.load_encoder import load_encoder
@@ -31,6 +33,7 @@ from pagemill_execution.starting.preparing import (
 )
 from pagemill_execution.starting.threads import threads_of_ranks, torch_threads
 from pagemill_execution.weights.source import WeightSource
+from pagemill_kernels.arrays import Array
 from pagemill_kernels.cpu import launch
 from pagemill_models.spec.model_spec import ModelSpec
 from pagemill_servers.process.malloc import trim_heap
@@ -54,8 +57,7 @@ def _runner(files: ModelFiles, prepared: PreparedModel) -> Runner:
     config, compute, spec, num_blocks = prepared.config, prepared.compute, files.spec, prepared.num_blocks
     draft = prepared.draft
     cache = cache_kinds(config, spec, compute.kv_dtype, num_blocks, prepared.draft_block_bytes)
-    # A draft model has as many blocks as the first kind, so the number of these is fixed beside one.
-    shares_memory = len(cache.kinds) > 1 and draft is None
+    shares_memory = len(cache.kinds) > 1
     max_model_len = max_model_len_for(config, spec, cache, shares_memory=shares_memory)
     if keeps_nothing(spec):
         return load_encoder(prepared, spec, max_model_len)
@@ -68,7 +70,7 @@ def _runner(files: ModelFiles, prepared: PreparedModel) -> Runner:
     max_rows = config.step.max_num_seqs
     kv_cache = KVCache(
         spec, cache.counts, config.block_size, kv_type, cache.kinds, shares_memory=shares_memory, max_rows=max_rows,
-        most_proposed=cache.most_proposed,
+        most_proposed=cache.most_proposed, blocks_beyond=0 if draft is None else max_rows * scratch_blocks(config),
     )  # fmt: skip
     if spec.pooling is None:
         adapters = None
@@ -80,7 +82,7 @@ def _runner(files: ModelFiles, prepared: PreparedModel) -> Runner:
             adapters = row_adapters(store, spec.decoder, config.step.max_num_seqs, natively=compute.is_native)
         if draft is None:
             return EagerRunner(model, kv_cache, info, config.step.max_num_seqs, adapters)
-        drafting = load_draft(files, prepared, draft, cache.counts[0], max_model_len, model)
+        drafting = load_draft(files, prepared, draft, kv_cache, max_model_len, model)
         draft_bytes = sum(each.num_bytes for each, _ in drafting)
         info = info._replace(drafts=True, weight_bytes=info.weight_bytes + draft_bytes)
         return EagerRunner(model, kv_cache, info, config.step.max_num_seqs, adapters, drafting)
@@ -91,35 +93,45 @@ def load_draft(
     files: ModelFiles,
     prepared: PreparedModel,
     draft: DraftModel,
-    num_blocks: int,
+    kv_cache: KVCache,
     max_model_len: int,
     target: TargetModel,
 ) -> list[tuple[StepModel, KVCache]]:
-    """Load what drafts for `target`, a model or its heads. `num_blocks`: of the cache kind that keeps everything."""
+    """Load what drafts for `target`, a model or its heads. `kv_cache`: of `target`, in whose first kind's blocks theirs
+    are if memory moves between its kinds."""
+    num_blocks = kv_cache.of_kinds[0].num_blocks
     num_blocks += prepared.config.step.max_num_seqs * scratch_blocks(prepared.config)
-    return [_drafting(files, prepared, each, num_blocks, max_model_len, target) for each in (draft, *draft.further)]
+    found, start = [], 0
+    for each in (draft, *draft.further):
+        end = start + kv_bytes_per_token(each.spec, each.compute.kv_dtype) * each.config.block_size
+        within = partial(_part, kv_cache, start, end) if kv_cache.beside.size else None
+        model, spec = _drafting(files, prepared, each, max_model_len, target), each.spec
+        found.append((model, KVCache(spec, num_blocks, each.config.block_size, each.compute.kv_dtype, within=within)))
+        start = end
+    return found
+
+
+def _part(kv_cache: KVCache, start: int, end: int) -> Array:
+    return kv_cache.beside[:, start:end]
 
 
 def _drafting(
     files: ModelFiles,
     prepared: PreparedModel,
     draft: DraftModel,
-    num_blocks: int,
     max_model_len: int,
     target: TargetModel,
-) -> tuple[StepModel, KVCache]:
+) -> StepModel:
     config, spec, compute = draft.config, draft.spec, draft.compute
     with refusals(draft.path):
         weights = weights_of(config, draft.path, spec, compute.weight_forms.small_floats)
         own = prepared._replace(config=config, compute=compute, weights=weights)
         drafted = files._replace(config=config, path=draft.path, spec=spec)
         if spec.decoder.reads is not None:
-            model: StepModel = _head(draft, weights, max_model_len, target)
-        elif compute.is_native:
-            model = _native(own, spec, max_model_len)
-        else:
-            model = _torch(drafted, own, max_model_len)
-    return model, KVCache(spec, num_blocks, config.block_size, compute.kv_dtype)
+            return _head(draft, weights, max_model_len, target)
+        if compute.is_native:
+            return _native(own, spec, max_model_len)
+        return _torch(drafted, own, max_model_len)
 
 
 def _head(draft: DraftModel, weights: WeightSource, max_model_len: int, target: TargetModel) -> StepModel:

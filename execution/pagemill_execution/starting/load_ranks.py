@@ -336,7 +336,7 @@ def _draft(
     target = loaded.plain
     if draft.asks_target:
         target = DividedTarget(loaded.plain, _bare(prepared, files.spec, loaded.max_model_len))
-    return load_draft(files, prepared, draft, loaded.blocks.counts[0], loaded.max_model_len, target)
+    return load_draft(files, prepared, draft, loaded.cache, loaded.max_model_len, target)
 
 
 def _bare(prepared: PreparedModel, spec: ModelSpec, max_model_len: int) -> TargetModel:

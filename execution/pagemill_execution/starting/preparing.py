@@ -68,7 +68,7 @@ class PreparedModel(NamedTuple):
     @property
     def draft_block_bytes(self) -> int:
         """What a draft model keeps beside each block of the first kind."""
-        return 0 if self.draft is None else self.draft.kv_bytes_per_token * self.config.block_size
+        return self.sizes.draft_kv_bytes_per_token * self.config.block_size
 
 
 def prepare(
@@ -89,7 +89,7 @@ def prepare(
     sizes = together(whole, here)
     draft = find_draft(config, files.path, spec)
     if draft is not None:
-        sizes = with_draft(sizes, draft, config, storage_forms(draft.compute))
+        sizes = with_draft(sizes, draft, config, spec, storage_forms(draft.compute))
     config = choose_step_limits(config, spec, sizes, before)
     num_blocks, budget = plan_memory(config, spec, sizes, before, here)
     for number, state in enumerate(others, start=1):  # the node with the least room decides

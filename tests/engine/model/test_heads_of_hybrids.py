@@ -4,7 +4,7 @@ a plain reference in float32 computes, and answers are those without them."""
 from __future__ import annotations
 
 import copy
-import logging
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from eagle_heads import write_eagle3
 from family_gguf import write_family_gguf
 from hybrid_models import EXPERTS, MODELS, write_hybrid
 from packages import install_package
-from recorded_drafts import Found, record_drafts
+from recorded_drafts import Found, record_device_drafts, record_drafts
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -26,6 +26,9 @@ from pagemill_engine import offline_prompts
 from pagemill_engine.scheduler.proposals import Proposals
 from pagemill_execution.decoders.head_states import HeadStates
 from pagemill_execution.decoders.native.head import NativeHead
+from pagemill_execution.runners.device.device_runner import DeviceRunner
+from pagemill_execution.runners.drafter import Drafter
+from pagemill_execution.step import StepPlan
 from pagemill_execution.weights.errors import LoadError
 from pagemill_execution.weights.opening import open_weights
 from pagemill_models.spec.heads import stored_mtp_heads
@@ -186,24 +189,94 @@ def test_planted_faults_are_found(
     assert wrong(reference, drafted) > 3
 
 
-def test_only_the_setting_loads_a_head(
-    references: References, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """By default it takes no memory, and memory goes on moving between cache kinds; what a head lacks is named."""
+def test_a_head_is_loaded_unless_the_settings_say_otherwise(references: References, tmp_path: Path) -> None:
+    """By default too, and memory moves between cache kinds beside it; what a head lacks is named."""
     folder = references("qwen3.5").folder
-    caplog.set_level(logging.INFO)
-    for settings, drafts in (({}, False), ({"speculative_config": {"method": "mtp"}}, True)):
+    for settings, drafts in (({}, True), ({"speculative_config": {"method": "off"}}, False)):
         with LLM(str(folder), **SETTINGS, **settings) as llm:
             info = llm._core.runner.info
-            assert (info.drafts, info.shares_memory) == (drafts, not drafts)
-        assert ("layers that draft tokens (`mtp." in caplog.text) is not drafts
-        caplog.clear()
+            assert (info.drafts, info.shares_memory) == (drafts, True)
     whole = load_file(folder / "model.safetensors")
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
     save_file({name: each for name, each in whole.items() if name != "mtp.fc.weight"}, tmp_path / "model.safetensors")
     with pytest.raises(LoadError, match=r"mtp\.fc\.weight"):
         make(tmp_path)
+
+
+def spoil(runner: Any) -> None:
+    """Make all memory that kinds share not a number, but for padding blocks."""
+    cache = runner.kv_cache
+    first, last = cache.of_kinds
+    first._pool[: first.padding_block] = np.nan
+    cache.beside.view(np.float32)[: first.padding_block] = np.nan
+    last._pool[: last.padding_block], last._pool[last.padding_block] = np.nan, 0
+
+
+def drafts_while_memory_moves(llm: LLM, found: Found) -> tuple[list[Any], dict[tuple[int, ...], list[int]], int]:
+    """Return the answers to long and short prompts, what was drafted behind which tokens, and the number of copies."""
+    draw, runner = random.Random(4), llm._core.runner
+    shared, launch, num_copies = [draw.randrange(97, 122) for _ in range(64)], runner.launch, 0
+    texts = [
+        [*shared[: draw.choice([0, 20, 64])], *(draw.randrange(97, 122) for _ in range(draw.choice([4, 10, 30, 66])))]
+        for _ in range(30)
+    ]
+
+    def counting(plan: StepPlan) -> Any:
+        nonlocal num_copies
+        num_copies += sum(len(changes.copies) for changes in plan.tables[:1])
+        return launch(plan)
+
+    spoil(runner)
+    runner.launch = counting  # type: ignore[method-assign]
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    outputs = llm.generate([{"prompt_token_ids": text} for text in texts], params, use_tqdm=False)
+    llm._core.check_integrity()
+    return [out.outputs[0].token_ids for out in outputs], dict(found), num_copies
+
+
+MOVING: dict[str, Any] = {"overlap": False, "max_num_seqs": 4}
+
+
+@pytest.mark.parametrize("fault", ["", pytest.param("head", marks=pytest.mark.slow)])
+def test_drafts_are_the_same_while_memory_moves(
+    fault: str, references: References, drafted: Found, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head's part of a block is in the memory that moves between kinds, and goes with it. `fault`: a block is moved
+    without that part."""
+    folder = references("qwen3.5").folder
+    with make(folder, num_kv_blocks=200, **MOVING) as llm:
+        answers, expected, num_copies = drafts_while_memory_moves(llm, drafted)
+        assert num_copies == 0
+    del drafted[:]
+    if fault:
+        monkeypatch.setattr(Drafter, "blocks", ())
+    with make(folder, num_kv_blocks=33, **MOVING) as llm:
+        others, drafts, num_copies = drafts_while_memory_moves(llm, drafted)
+    assert num_copies > 0
+    assert others == answers
+    both = drafts.keys() & expected.keys()
+    assert len(both) > 40
+    shortest = {known: min(len(drafts[known]), len(expected[known])) for known in both}
+    differ = [known for known in both if drafts[known][: shortest[known]] != expected[known][: shortest[known]]]
+    missing = expected.keys() - drafts.keys()  # of what is not a number nothing is drafted
+    assert bool(differ or missing) is bool(fault)
+
+
+@pytest.mark.slow
+def test_a_device_drafts_what_the_reference_does(references: References, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device or in Triton's interpreter, if `method` says so: beside the layer no memory moves there."""
+    reference, found = references("qwen3.5"), record_device_drafts(monkeypatch)
+    with make(reference.folder, device="cuda") as llm:
+        assert isinstance(llm._core.runner, DeviceRunner)
+        assert not llm._core.runner.info.shares_memory
+        params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+        llm.generate(PROMPTS[:2], params, use_tqdm=False)
+    assert len(found) > 8
+    assert all(reference.drafts(known, len(tokens)) == tokens for known, tokens in found[:12])
+    with LLM(str(reference.folder), device="cuda", **SETTINGS) as llm:
+        info = llm._core.runner.info
+        assert (info.drafts, info.shares_memory) == (False, True)
 
 
 @pytest.mark.full
