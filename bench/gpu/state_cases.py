@@ -21,8 +21,8 @@ def case(device: Device, heads: tuple[int, int, int], requests: int, tokens: int
     channels, count, on = (2 * num_keys + num_values) * size, requests * tokens, device.device
     x, rates = device.random(count, channels), device.random(count, 2 * num_values, seed=1)
     gates, states = device.random(count, num_values * size, seed=2), torch.rand(requests, num_values, size, size) / size
-    vectors = [torch.linspace(*ends, num_values) for ends in ((-1, -0.1), (-3, 0))]
-    kernel, weights = Convolution(torch.rand(WIDTH, channels)), DeltaHeads(*vectors, torch.rand(size) + 0.5, 1e-6)
+    decays, biases = torch.linspace(-1, -0.1, num_values), torch.linspace(-3, 0, num_values)
+    kernel, weights = Convolution(torch.rand(WIDTH, channels)), DeltaHeads(decays, biases, torch.rand(size) + 0.5, 1e-6)
     of_rows = ((requests, WIDTH - 1, channels), (requests, 17, (num_keys + num_values) * size + num_values))
     windows, log, inputs = (torch.zeros(shape) for shape in (*of_rows, (requests, WIDTH, channels)))
     rows = np.arange(requests)
@@ -30,13 +30,13 @@ def case(device: Device, heads: tuple[int, int, int], requests: int, tokens: int
         rows, np.arange(requests + 1) * tokens, rows, 0 * rows, np.zeros((0, 3), dtype=int), 16,
         num_computed=16 + 0 * rows,
     )  # fmt: skip
-    caches = [each.to(on) for each in (states, windows, log, inputs)]
-    on_device = Convolution(kernel.taps.to(on)), DeltaHeads(*(each.to(on) for each in weights[:3]), 1e-6)
+    caches = states.to(on), windows.to(on), log.to(on), inputs.to(on)
+    heads_there = DeltaHeads(decays.to(on), biases.to(on), weights.norm.to(on), weights.eps)
+    kernel_there = Convolution(kernel.taps.to(on))
     plan = triton_launch.plan_states(batch)
 
     def ours() -> torch.Tensor:
-        others = rates, gates, on_device[1]
-        return triton_launch.convolved_rule("delta_rule", x, on_device[0], others, tuple(caches), plan)
+        return triton_launch.convolved_rule("delta_rule", x, kernel_there, (rates, gates, heads_there), caches, plan)
 
     def formulas() -> torch.Tensor:
         given, own = [each.cpu().float() for each in (x, rates, gates)], plan_states(batch)
