@@ -175,8 +175,13 @@ def measure_family(family: Family, folder: Path, peers: Sequence[str], runs: int
         for row in ROWS:
             rates: dict[str, list[float]] = {name: [] for name in measures if name != "llama.cpp" or row != "batch"}
             for run in range(runs + 1):  # the first run warms up
-                for name, each in rates.items():
-                    rate = measures[name](row, run)
+                for name, each in [*rates.items()]:
+                    try:
+                        rate = measures[name](row, run)
+                    except PeerFailed as failure:
+                        found["single"][name] = f"failed: {failure}"
+                        del measures[name], rates[name]
+                        continue
                     each.extend([rate] if run else [])
             found[row] |= {name: median(each) for name, each in rates.items()}
     return found
