@@ -331,9 +331,7 @@ class DeviceDrafter:
         return DeviceStepInputs.empty(*sizes, self.own.layout, self._device)
 
     def _fill_with_padding(self, shape: GraphShape, inputs: DeviceStepInputs) -> None:
-        nothing, none = np.zeros(0, dtype=np.int32), np.zeros(1, dtype=np.int32)
-        empty = DeviceStep([], nothing, none, none, 0, nothing.astype(np.int64))
-        step = empty.padded(shape.num_tokens, shape.num_requests, self.own.layout.padding_row)
+        step = DeviceStep.of_padding(shape.num_tokens, shape.num_requests, self.own.layout.padding_row)
         parts = upload_together([step.rows, step.query_start_loc, step.sample_start_loc], self._device)
         self._build(StepRows(*parts), step, inputs)
 

@@ -23,7 +23,6 @@ from pagemill_execution.adapters.messages import AdapterMessage
 from pagemill_execution.runners.device.device_forward import Neighbours
 from pagemill_execution.runners.device.device_rows import DeviceStep
 from pagemill_execution.runners.device.device_runner import DeviceRunner, InFlight
-from pagemill_execution.runners.prompt_logprobs import PromptRows
 from pagemill_execution.runners.ranks.messages import SampledStep
 from pagemill_execution.sampling.rows import SamplingRows
 from pagemill_execution.sampling.runs import masks_of
@@ -310,8 +309,7 @@ class FollowingDeviceRunner(_RankRunner):
         hidden: Tensor,
         adapters: TritonAdapterRows | None,
     ) -> InFlight:
-        starts = dict(zip(step.request_ids, step.query_start_loc.tolist(), strict=False))
-        for piece in PromptRows.of(plan.prompt_targets, starts).pieces(self._piece_rows):
+        for piece in self._pieces(plan, step):
             if self._forward.has_head:
                 self._report(hidden, piece, adapters)
         logits = self._forward.logits_of(hidden, inputs.last_tokens[: step.num_sampled], adapters)

@@ -37,6 +37,13 @@ class DeviceStep(NamedTuple):
     sampling: NDArray[np.int64]
     """Indices of the requests that sample."""
 
+    @classmethod
+    def of_padding(cls, num_tokens: int, num_requests: int, padding_row: int) -> DeviceStep:
+        """Return a step of padding requests, none of which samples."""
+        nothing, no_tokens = np.zeros(0, dtype=np.int32), np.zeros(1, dtype=np.int32)
+        empty = cls([], nothing, no_tokens, no_tokens, 0, nothing.astype(np.int64))
+        return empty.padded(num_tokens, num_requests, padding_row)
+
     @property
     def num_sampled(self) -> int:
         """Number of tokens that may be sampled."""

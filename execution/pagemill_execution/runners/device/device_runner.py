@@ -302,13 +302,17 @@ class DeviceRunner:
         hidden: Tensor,
         adapters: TritonAdapterRows | None,
     ) -> InFlight:
-        starts = dict(zip(step.request_ids, step.query_start_loc.tolist(), strict=False))
-        pieces = list(PromptRows.of(plan.prompt_targets, starts).pieces(self._piece_rows))
+        pieces = self._pieces(plan, step)
         downloads = [download_report(self._report(hidden, piece, adapters)) for piece in pieces]
         logits = self._forward.logits_of(hidden, inputs.last_tokens[: step.num_sampled], adapters)
         handle = self._sample(plan, at, step, logits, inputs.settings)
         handle.read_prompts = partial(self._read_prompts, plan, pieces, downloads, _mark(self._ops.device))
         return handle
+
+    def _pieces(self, plan: StepPlan, step: DeviceStep) -> list[PromptRows]:
+        """Return the prompt tokens that are reported on, in parts whose logits fit."""
+        starts = dict(zip(step.request_ids, step.query_start_loc.tolist(), strict=False))
+        return list(PromptRows.of(plan.prompt_targets, starts).pieces(self._piece_rows))
 
     def _read_prompts(
         self, plan: StepPlan, pieces: list[PromptRows], downloads: list[Report], done: torch.cuda.Event | None
@@ -457,11 +461,7 @@ class DeviceRunner:
         self._build(self._upload(Staging(), step), step, inputs)
 
     def _padding_step(self, num_tokens: int, num_requests: int) -> DeviceStep:
-        """Return a step of padding requests, none of which samples."""
-        nothing = np.zeros(0, dtype=np.int32)
-        no_tokens = np.zeros(1, dtype=np.int32)
-        empty = DeviceStep([], nothing, no_tokens, no_tokens, 0, nothing.astype(np.int64))
-        return empty.padded(num_tokens, num_requests, self._rows.layout.padding_row)
+        return DeviceStep.of_padding(num_tokens, num_requests, self._rows.layout.padding_row)
 
     def _explained(self, error: Exception) -> Exception:
         """Return `error`, or a `DeviceLostError` if the device no longer works."""
