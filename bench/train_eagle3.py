@@ -63,6 +63,30 @@ DAILY = (
     "Who uses {}, and for what?",
     "How do {} and {} go together?",
     "Explain the science behind {}.",
+    "Write a complaint about {} and ask for a repair.",
+    "Which should I use, {} or {}, and when?",
+    "How can I keep {} healthy or in good order?",
+    "Plan an evening with friends around {}.",
+    "Tell me about a person whose work is {}.",
+    "Write the first chapter of a book about {}.",
+    "How do I choose {} for a small flat?",
+    "What is needed for {}? Make a list.",
+    "Explain in simple words why {} matters for {}.",
+    "Write a thank-you letter that mentions {}.",
+    "Give a schedule, hour by hour, for a day with {}.",
+    "Describe how {} changed over a hundred years.",
+    "What would happen without {}?",
+    "Write a short speech about {}.",
+    "Teach me {} in five lessons.",
+    "Which questions should I ask before I pay for {}?",
+    "Write an advertisement for {}.",
+    "Is it true that {} can be dangerous? Explain.",
+    "How do people in other countries treat {}?",
+    "Write a function that counts {} in a list.",
+    "Translate into plain English what an expert says about {}.",
+    "What are the parts of {}, and what does each do?",
+    "Tell a fairy tale in which {} helps a child.",
+    "What can be learned from {}?",
 )
 TOPICS = (
     "a bakery, bicycles, the moon, cooking rice, old maps, a garden in winter, trains, the sea, learning Spanish, "
@@ -241,8 +265,9 @@ class Recorder:
     def begin(self, row: int, num_computed_tokens: int) -> None:
         pass
 
-    def copy_blocks(self, copies: object) -> None:
-        pass
+    @property
+    def blocks(self) -> list[Any]:
+        return []
 
     def close(self) -> None:
         pass
@@ -281,7 +306,8 @@ def answer(seconds: float, kept: Path, earlier: Path | None = None) -> list[Text
                 SamplingParams(temperature=0.0 if n % 2 else 0.6, seed=n, max_tokens=ANSWER_TOKENS)
                 for n in range(len(batch))
             ]
-            llm.generate(batch, params, use_tqdm=False)
+            for each in llm.generate(batch, params, use_tqdm=False):
+                assert each.outputs[0].token_ids, f"no answer to {each.prompt}"
             num_asked += len(batch)
             count = sum(len(part[0]) for parts in recorder.kept.values() for part in parts)
             print(f"{num_asked} questions, {count} tokens, {time.process_time() - began_s:.0f} s of CPU", flush=True)

@@ -73,8 +73,8 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """How tokens are proposed that a step verifies together. Answers do not depend on it."""
 
     method: str = "auto"
-    """`auto`: what a client predicts (`prediction` of a chat), and what the model's own layer drafts, if it has one;
-    otherwise, with `deterministic`, as `ngram`;
+    """`auto`: what a client predicts (`prediction` of a chat), and what the model's own layer drafts, if it has one,
+    otherwise as `ngram`;
     `ngram`: what a client predicts, and what followed the last tokens where they stood before, in the prompt, in the
     answer or in recent answers to prompts that begin alike; `draft`: what clients predict, and what the model of
     `source` drafts; `eagle3`: likewise, by a head that was trained for the model; `mtp`: likewise, by the model's own

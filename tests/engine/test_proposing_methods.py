@@ -111,17 +111,15 @@ def test_a_repeated_request_is_proposed_its_answer_and_no_other_tenants(checking
     assert num_again > 30
 
 
-@pytest.mark.parametrize(
-    ("deterministic", "drafts", "copies"), [(True, False, True), (False, False, False), (True, True, False)]
-)
-def test_the_default_copies_what_stood_before_where_no_answer_can_depend_on_it(
-    checking_runner: Make, deterministic: bool, drafts: bool, copies: bool
+@pytest.mark.parametrize("drafts", [False, True])
+def test_the_default_copies_what_stood_before_where_no_layer_of_the_model_drafts(
+    checking_runner: Make, drafts: bool
 ) -> None:
     runner = checking_runner(64, 16, 256, 5000)
     runner.info = runner.info._replace(drafts=drafts)
-    core = EngineCore(EngineConfig(model="m", deterministic=deterministic), runner)
+    core = EngineCore(EngineConfig(model="m"), runner)
     assert core._proposals is not None
-    assert any(isinstance(method, RecentAnswers) for method, _ in core._proposals._methods) is copies
+    assert any(isinstance(method, RecentAnswers) for method, _ in core._proposals._methods) is not drafts
 
 
 def test_what_decodes_sample_and_compute_is_published(checking_runner: Make) -> None:

@@ -135,33 +135,34 @@ def test_the_error_against_float32_is_that_of_rounding_to_bfloat16(dtype: torch.
 
 
 @needs_bfloat16
-def test_a_row_has_the_same_bits_in_any_tile_of_many_rows() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
+@pytest.mark.parametrize(
+    ("group", "head_dim", "window"),
+    [(6, 48, None), (3, 64, None), (1, 128, 37), (4, 80, None), (8, 16, 7), (12, 64, 100)],
+)
+def test_a_row_has_the_same_bits_in_any_tile(group: int, head_dim: int, window: int | None, dtype: torch.dtype) -> None:
+    """Also alone, as in a decode, for which lanes are keys and columns in place of rows."""
     torch.manual_seed(1)
-    cache, query = cache_of(2, 48), torch.randn(100, 6, 48)
+    cache, query = stored(cache_of(2, head_dim), dtype), torch.randn(100, 2 * group, head_dim)
 
     def in_chunks(sizes: list[int]) -> Tensor:
         starts = np.cumsum([0, *sizes[:-1]]).tolist()
-        batches = [batch_of([(size, start)], 2, 48) for size, start in zip(sizes, starts, strict=True)]
+        batches = [batch_of([(size, start)], 2, head_dim) for size, start in zip(sizes, starts, strict=True)]
         parts = torch.split(query, sizes)
-        return torch.cat([attend(part, cache, batch) for part, batch in zip(parts, batches, strict=True)])
+        return torch.cat([attend(part, cache, batch, window) for part, batch in zip(parts, batches, strict=True)])
 
     whole = in_chunks([100])
-    for sizes in ([33, 33, 34], [3, 94, 3], [10] * 10):
+    for sizes in ([33, 33, 34], [3, 94, 3], [10] * 10, [1] * 100, [2] * 50, [89, 1, 8, 2]):
         assert torch.equal(in_chunks(sizes), whole)
-    together = batch_of([(10, 9), (60, 30)], 2, 48, one_table=True)
+    together = batch_of([(10, 9), (60, 30)], 2, head_dim, one_table=True)
     rows = torch.cat((query[9:19], query[30:90]))
-    assert torch.equal(attend(rows, cache, together), torch.cat((whole[9:19], whole[30:90])))
+    assert torch.equal(attend(rows, cache, together, window), torch.cat((whole[9:19], whole[30:90])))
 
 
-@pytest.mark.parametrize(
-    ("lengths", "dtype"), [([(1, 99), (2, 30), (1, 0)], torch.bfloat16), ([(40, 30)], torch.float32)]
-)
-def test_few_rows_and_a_float32_cache_are_computed_in_float32(
-    lengths: list[tuple[int, int]], dtype: torch.dtype
-) -> None:
+def test_a_float32_cache_is_read_in_float32() -> None:
     torch.manual_seed(2)
-    cache, batch = cache_of(2, 64).to(dtype), batch_of(lengths, 2, 64)
-    query = torch.randn(sum(new for new, _ in lengths), 6, 64)
+    cache, batch = cache_of(2, 64).float(), batch_of([(40, 30), (1, 9)], 2, 64)
+    query = torch.randn(41, 6, 64)
     assert torch.equal(attend(query, cache, batch), attend(query, cache, batch, plan_attention=native.plan_attention))
 
 

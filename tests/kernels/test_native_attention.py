@@ -116,6 +116,25 @@ def test_hidden_keys_take_no_part(first_key: int, window: int | None) -> None:
         torch.testing.assert_close(reference.paged_attention(query, cache, plan, 0.125), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize(("group", "window"), [(1, None), (3, 20), (6, None), (7, None)])
+def test_proposed_tokens_have_the_bits_of_decodes(dtype: torch.dtype, group: int, window: int | None) -> None:
+    """A decode and the 16 tokens that may be proposed behind it, in one step or one by one."""
+    torch.manual_seed(3)
+    num_new, context, head_dim = 17, 83, 64
+    cache, query = random_cache(dtype, 2, 16, head_dim), torch.randn(num_new, 2 * group, head_dim)
+
+    def attended(new: int, before: int, rows: torch.Tensor) -> torch.Tensor:
+        whole = after_context([(new, before)])
+        batch = batch_of(whole, scattered_tables(whole, NUM_BLOCKS, 16, [0]), 2, head_dim, 16)
+        plan = native.plan_attention(batch, window, torch.float32, torch.device("cpu"))
+        return native.paged_attention(rows, cache, plan, 0.125)
+
+    together = attended(num_new, context, query)
+    for place in range(num_new):
+        assert torch.equal(attended(1, context + place, query[place : place + 1])[0], together[place]), place
+
+
 def test_large_scores_do_not_overflow() -> None:
     batch = random_batch([(3, 40)], 1, 64, 16)
     cache = torch.randn(NUM_BLOCKS, 2, 16, 64) * 40

@@ -33,7 +33,7 @@ class Speculative(Section):
 
     method: Annotated[str, Text(63, r"^[A-Za-z0-9][A-Za-z0-9._-]*$", "must be a name such as ngram")]
     """`auto` proposes what a client predicts (`prediction` of a chat), and what the model's own layer drafts where it
-    has one (on GPUs not that of a hybrid), otherwise with `deterministic` as `ngram`; `ngram` what a client predicts
+    has one (on GPUs not that of a hybrid), otherwise as `ngram`; `ngram` what a client predicts
     and what stood behind the same words before, in the prompt, in the answer or in recent answers to prompts that begin
     alike, `draft` what a client predicts and what the model of `source` drafts, `eagle3` likewise what a head drafts
     that was trained for the model, `mtp` what the model's own layer does, `off` nothing. Packages can register others

@@ -49,11 +49,8 @@ def proposals_of(config: EngineConfig, info: RunnerInfo, ms_of: MsOf) -> Proposa
             f"num_tokens is {settings.num_tokens}, but a step has {limit} tokens with the one that is sampled without "
             "proposals; lower it, or raise max_num_batched_tokens"
         )
-    # N-grams are found or not by measured times, which decides what is computed together: without
-    # `deterministic` near ties of an answer could fall otherwise.
-    chooses_ngram = settings.method == "auto" and config.deterministic and not info.drafts
     try:
-        methods = _methods_of("ngram" if chooses_ngram else settings.method)
+        methods = _methods_of("ngram" if settings.method == "auto" and not info.drafts else settings.method)
     except ValueError as error:
         raise LoadError("SettingsUnsupported", str(error)) from error
     if info.drafts:
@@ -61,7 +58,9 @@ def proposals_of(config: EngineConfig, info: RunnerInfo, ms_of: MsOf) -> Proposa
     if not config.enable_prefix_caching:  # then requests share nothing
         methods = [method for method in methods if not isinstance(method, RecentAnswers)]
     rounds = Rounds(most) if info.drafts else None
-    return Proposals(methods, most, can_verify=info.can_verify, ms_of=ms_of, rounds=rounds)
+    return Proposals(
+        methods, most, can_verify=info.can_verify, ms_of=ms_of, rounds=rounds, rounding_rows=info.rounding_rows
+    )
 
 
 def _refused(what: str) -> LoadError:

@@ -72,12 +72,13 @@ def choose(
     ms_of: MsOf,
     turn_ms: float = 0.0,
     factor: Callable[[int], float] = lambda _: 1.0,
+    most: int | None = None,
 ) -> list[int]:
     """Return the number of tokens to propose for each row. All are 0 if nothing is gained.
 
     `chances`: for each row and proposed token, the chance that it and all before it are sampled. `turn_ms`: time that
     a step takes longer because it waits for the tokens of the one before, which one without proposals does not.
-    `factor`: what predictions for steps of so many tokens, with proposed ones, are multiplied by.
+    `factor`: what predictions for steps of so many tokens, with proposed ones, are multiplied by. `most`: of all rows.
     """
     numbers = [0] * len(chances)
     ordered = [(-chance, place, row) for row, each in enumerate(chances) for place, chance in enumerate(each)]
@@ -87,7 +88,7 @@ def choose(
         return numbers
     tokens, best_num = float(step.num_sampling), 0
     best = LEAST_GAIN * tokens / base_ms
-    for num, (chance, _, _) in enumerate(ordered, 1):
+    for num, (chance, _, _) in enumerate(ordered[:most], 1):
         tokens -= chance
         size = step.num_tokens + num
         rate = tokens / (turn_ms + ms_of(size, step.num_context_tokens) * factor(size))
@@ -96,6 +97,13 @@ def choose(
     for _, _, row in ordered[:best_num]:
         numbers[row] += 1
     return numbers
+
+
+def most_of_same_rounding(step: StepShape, rounding_rows: Sequence[int]) -> int | None:
+    """Return how many tokens a step may have more without its products being rounded otherwise; None: any number.
+    `rounding_rows`: as in `RunnerInfo`."""
+    limits = [rows - 1 - num for num in (step.num_tokens, step.num_sampling) for rows in rounding_rows if rows > num]
+    return min(limits, default=None)
 
 
 def can_gain(num_rows: int, most: int, step: StepShape, ms_of: MsOf) -> bool:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from pagemill_engine.proposing.acceptance import Acceptance
 from pagemill_engine.proposing.base import Method, ProposalSource, Proposing
 from pagemill_engine.proposing.draft import DraftProposer, Rounds
-from pagemill_engine.proposing.gain import MeasuredSteps, MsOf, StepShape, can_gain, choose
+from pagemill_engine.proposing.gain import MeasuredSteps, MsOf, StepShape, can_gain, choose, most_of_same_rounding
 from pagemill_engine.proposing.prediction import PredictionMethod
 from pagemill_engine.scheduler.sequence import Sequence, SequenceState
 from pagemill_engine.scheduler.token_masks import masks_along
@@ -51,11 +51,13 @@ class Proposals:
         can_verify: Callable[[SamplingParams], bool] = lambda _: True,
         ms_of: MsOf | None = None,
         rounds: Rounds | None = None,
+        rounding_rows: tuple[int, ...] = (),
     ) -> None:
         """`methods`: those that are asked for every sequence, beside what clients predict. `most`: tokens proposed for
         a sequence in one step. `can_verify`: whether the runner samples several tokens of a request with these
         parameters in one step. `ms_of`: the step times by which the number is chosen; without, everything is
-        proposed. `rounds`: of a runner that drafts, for `DraftMethod`."""
+        proposed. `rounds`: of a runner that drafts, for `DraftMethod`. `rounding_rows`: as in `RunnerInfo`; a step
+        that has fewer tokens without proposals has fewer with them, so that no bit depends on how many are chosen."""
         self._methods = [(each, Acceptance()) for each in (PredictionMethod(), *methods)]
         """With what is known about all proposals of each."""
         self._asks_all = len(self._methods) > 1
@@ -65,6 +67,7 @@ class Proposals:
         self._can_verify = can_verify
         self._ms_of = ms_of
         self._rounds = rounds
+        self._rounding_rows = rounding_rows
         self._measured = MeasuredSteps()
         self._gained_ms = 0.0
         self.per_decode = (1.0, 1.0, 0.0)
@@ -141,7 +144,8 @@ class Proposals:
                 chances.append(along[num_pending:])
         if self._ms_of is None or not found:
             return found
-        numbers = choose(chances, step, self._ms_of, self._turn_ms, self._measured.factor)
+        most_in_all = most_of_same_rounding(step, self._rounding_rows)
+        numbers = choose(chances, step, self._ms_of, self._turn_ms, self._measured.factor, most_in_all)
         if any(numbers) and not num_pending:
             base_ms = self._ms_of(step.num_tokens, step.num_context_tokens)
             size = step.num_tokens + sum(numbers)

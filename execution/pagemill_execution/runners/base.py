@@ -67,6 +67,8 @@ class RunnerInfo(NamedTuple):
     most_proposed: int | None = None
     """Most proposed tokens of a request that can be taken back: rows of recurrent layers have room for so many. None:
     any number."""
+    rounding_rows: tuple[int, ...] = ()
+    """Numbers of tokens in a step, or of those sampled from, from which on its products round otherwise, in order."""
     drafts: bool = False
     """Whether it drafts tokens behind a step (`StepPlan.drafts`)."""
     kinds: tuple[CacheKind, ...] = (FULL,)

@@ -13,6 +13,7 @@ from pagemill_kernels.arrays import FloatType
 from pagemill_kernels.cpu import library
 from pagemill_kernels.gpu.driver import find_driver
 from pagemill_kernels.kv_store.kinds import KVType
+from pagemill_kernels.linear.native import rounding_rows
 from pagemill_kernels.registry import (
     NATIVE_BACKENDS,
     Backend,
@@ -74,6 +75,8 @@ class Compute(NamedTuple):
     """Argument of `registry.ops_for`."""
     is_native: bool = False
     """Whether the native decoder runs, without torch."""
+    rounding_rows: tuple[int, ...] = ()
+    """Numbers of rows from which on products round otherwise, in order."""
 
     @property
     def weight_forms(self) -> WeightForms:
@@ -340,6 +343,7 @@ def _on_cpu(config: ExecutionConfig, spec: ModelSpec) -> Compute:
         rounds_activations=rounds,
         torch_attention=bool(lacks),
         is_native=is_native,
+        rounding_rows=rounding_rows(has_codes=_has_codes(config, spec)) if backend == "cpu_bfloat16" else (),
     )
 
 
@@ -377,7 +381,11 @@ def _has_4_bits(config: ExecutionConfig, spec: ModelSpec) -> bool:
 
 
 def _rounds_few_rows(backend: Backend, config: ExecutionConfig, spec: ModelSpec) -> bool:
-    return backend == "cpu_bfloat16" and (spec.quantization is not None or config.quantization != "none")
+    return backend == "cpu_bfloat16" and _has_codes(config, spec)
+
+
+def _has_codes(config: ExecutionConfig, spec: ModelSpec) -> bool:
+    return spec.quantization is not None or config.quantization != "none"
 
 
 def _backend(dtype: FloatType, config: ExecutionConfig, spec: ModelSpec) -> tuple[Backend, str]:

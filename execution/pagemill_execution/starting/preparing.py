@@ -135,6 +135,7 @@ def runner_info(
         memory=msgspec.structs.replace(prepared.budget, weight_bytes=weight_bytes),
         step=config.step,
         pooling=spec.pooling,
+        rounding_rows=compute.rounding_rows,
     )
 
 

@@ -260,6 +260,17 @@ def _floats_rows() -> int:
     return 0 if processor.multiplies_floats_faster() else BFLOAT16_ROWS
 
 
+def rounding_rows(*, has_codes: bool) -> tuple[int, ...]:
+    """Return the numbers of rows from which on the products of a model that is packed for bfloat16 round otherwise, in
+    order. `has_codes`: whether some of its matrices are quantized."""
+    if not library.has_bfloat16():
+        return ()
+    rows = {_dots_rows(), _floats_rows()} if has_codes else set()
+    if processor.multiplies_floats_faster():
+        rows.add(FLOAT32_ROWS)
+    return tuple(sorted(rows - {0}))
+
+
 def _dots_format(bits: int) -> int:
     return library.FORMAT_DOTS4 if bits == 4 else library.FORMAT_DOTS8
 

@@ -57,7 +57,7 @@ def plan_invariant_attention(batch: AttentionBatch, sliding_window: int | None) 
 
 
 def plan_bfloat16_attention(batch: AttentionBatch, sliding_window: int | None) -> NativePlan:
-    """Plan attention that multiplies more than a few rows in bfloat16, unless the cache is float32."""
+    """Plan attention that multiplies in bfloat16, unless the cache is float32."""
     plan = plan_attention(batch, sliding_window)
     plan.args.bfloat16 = 1
     return plan

@@ -27,6 +27,7 @@ from pagemill_engine.kv.manager import CacheManager
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.proposing.ngram import Ngrams
 from pagemill_engine.scheduler.proposals import Proposals
+from pagemill_execution.config import SpeculationConfig
 from pagemill_execution.runners.eager import ThreadedRunner
 from pagemill_execution.sampling import runs, sampler
 from pagemill_models.tokenizer_files.load_bundle import load_bundle
@@ -124,6 +125,7 @@ def serve(
     config = EngineConfig(
         model="m", block_size=runner.info.block_size, max_num_seqs=8, max_num_batched_tokens=128,
         overlap=runner.info.overlaps, eos_token_ids=tokenizer.eos_token_ids,
+        speculative=SpeculationConfig(method="off"),
     )  # fmt: skip
     core = EngineCore(config, runner, proposals=proposals)
     core.grammar_requests.load_tokenizer = lambda: tokenizer

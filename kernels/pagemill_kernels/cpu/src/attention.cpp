@@ -1,10 +1,11 @@
 // Paged attention in float32: prefill chunks and decodes of many requests in one call, directly over block tables. On
-// request, attention_bfloat16.cpp computes requests of many rows whose scores are neither capped nor lowered.
+// request, attention_bfloat16.cpp computes those whose scores are neither capped nor lowered.
 //
 // The cache contains floats, bfloat16 or 8-bit values (kv_store.h). A work item is one key/value head of one request
 // for a tile of query tokens; the query heads that share it are rows of the same tile. Softmax is online (arXiv
-// 1805.02867): a running maximum and sum per row, over 64 context tokens at a time. Few rows sum a score in another
-// order than many; on request all use the order of many, so that a row's result does not depend on its tile.
+// 1805.02867): a running maximum and sum per row, over 64 context tokens at a time. Few tokens sum a score in another
+// order than many: a decode, and as many tokens as are proposed behind it, which get the bits of decodes one by one. On
+// request all use the order of many, so that a row's result does not depend on its tile.
 #include <algorithm>
 #include <cmath>
 #include <vector>
@@ -16,7 +17,7 @@
 namespace pagemill {
 namespace {
 
-constexpr int64_t kFewRows = 6;  // up to here keys are read in place
+constexpr int64_t kFewTokens = 17, kFewHeads = 6;  // up to here keys are read in place: fastest for decodes
 constexpr float kMinusInfinity = -INFINITY;
 
 void transpose_keys(const float* keys, int64_t head_dim, float* out) {
@@ -74,9 +75,9 @@ void value_rows(const float* scores, const float* values, int64_t depth, int64_t
   for (; d < columns; d += kPanel) add_values<Rows, 2>(scores, values + d, depth, head_dim, result + d);
 }
 
-void score_all(const float* query, int64_t rows, const float* keys, int64_t head_dim, bool transpose, float* transposed,
+void score_all(const float* query, int64_t rows, const float* keys, int64_t head_dim, bool in_place, float* transposed,
                float* scores) {
-  if (transpose) {
+  if (!in_place) {
     transpose_keys(keys, head_dim, transposed);
     for (int64_t row = 0; row < rows; ++row) std::fill_n(scores + row * kSpan, kPanel, 0.0f);
     return tile(rows, query, head_dim, transposed, kPanel, head_dim, scores, kSpan);
@@ -90,7 +91,7 @@ void score_all(const float* query, int64_t rows, const float* keys, int64_t head
 
 void add_all(const float* scores, int64_t rows, const float* values, int64_t depth, int64_t columns, int64_t head_dim,
              float* result) {
-  if (rows > kFewRows) {
+  if (rows > kFewHeads) {
     for (int64_t d = 0; d < columns; d += kPanel)
       tile(rows, scores, kSpan, values + d, head_dim, depth, result + d, head_dim);
     return;
@@ -205,6 +206,12 @@ void attend(const AttentionArgs& args, const WorkItem& item, AttentionScratch& s
 
 }  // namespace
 
+// Whether scores are summed in the order of few rows. It follows from what a request computes, not from its tiles.
+bool reads_in_place(const AttentionArgs& args, int64_t request) {
+  const int64_t num_tokens = args.query_start_loc[request + 1] - args.query_start_loc[request];
+  return args.batch_invariant == 0 && num_tokens <= kFewTokens && args.num_heads <= kFewHeads * args.num_kv_heads;
+}
+
 void attend_rows(const AttentionArgs& args, const WorkItem& item, int64_t group, AttentionScratch& scratch) {
   const int64_t head_dim = args.head_dim, width = padded(head_dim), rows = item.num_tokens * group;
   const int64_t query_start = args.query_start_loc[item.request], length = args.seq_lens[item.request];
@@ -214,7 +221,7 @@ void attend_rows(const AttentionArgs& args, const WorkItem& item, int64_t group,
   const int32_t* table = args.block_tables + item.request * args.block_table_stride;
   const int64_t head_size = head_bytes(args.cache_type, args.block_size, head_dim);
   const uint8_t* cache = static_cast<const uint8_t*>(args.cache) + item.kv_head * head_size;
-  const bool transpose = args.batch_invariant != 0 || rows > kFewRows;
+  const bool in_place = reads_in_place(args, item.request);
   const int64_t values_at = args.value_size ? 0 : args.num_kv_heads * head_size;
   const int64_t columns = args.value_size ? padded(args.value_size) : width;
   std::fill_n(scratch.result, rows * width, 0.0f);
@@ -226,7 +233,7 @@ void attend_rows(const AttentionArgs& args, const WorkItem& item, int64_t group,
       const Place place = place_of(args, table, cache, start + panel * kPanel);
       const float* keys =
           read_heads(args.cache_type, place.head, args.block_size, head_dim, place.first, kPanel, scratch.tokens);
-      score_all(scratch.query, rows, keys, width, transpose, scratch.keys, scratch.scores + panel * kPanel);
+      score_all(scratch.query, rows, keys, width, in_place, scratch.keys, scratch.scores + panel * kPanel);
     }
     for (int64_t row = 0; bends(args) && row < rows; ++row)
       bend(scratch.scores + row * kSpan, panels * kPanel, args.soft_cap,
@@ -268,8 +275,7 @@ extern "C" void pagemill_paged_attention(const AttentionArgs* arguments) {
   share(args.num_threads, static_cast<int64_t>(items.size()), kSingly, [&](Pieces pieces) {
     AttentionScratch scratch;
     pieces.each([&](int64_t i) {
-      const int64_t* starts = args.query_start_loc + items[i].request;
-      if (rounds && (starts[1] - starts[0]) * group > kFewRows)
+      if (rounds)
         attend_bfloat16(args, items[i]);
       else
         attend(args, items[i], scratch);

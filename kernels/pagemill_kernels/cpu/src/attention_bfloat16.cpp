@@ -1,10 +1,13 @@
-// Attention of many query rows in bfloat16, which multiplies two pairs in one instruction, on processors with
-// AVX512_BF16.
+// Attention in bfloat16, which multiplies two pairs in one instruction, on processors with AVX512_BF16.
 //
-// Lanes are query rows, up to 48 of them in three registers: scores, weights and results are transposed. So keys are
+// Of many query rows lanes are rows, up to 48 of them in three registers: scores, weights and results are transposed. So keys are
 // read in place, two inputs of one key broadcast at a time, and a row's maximum and sum are computed lane by lane. Only
 // values are rearranged, two tokens adjacent. Queries are rounded once; weights are summed before they are rounded and
-// multiplied by the values. A row's result does not depend on its tile.
+// multiplied by the values.
+//
+// Of few rows, those of a decode, lanes are keys, then columns of the values: keys are transposed, in which they take
+// less than queries that leave most lanes empty. Each sum adds the same products in the same order as of many rows, so a
+// row's result does not depend on its tile.
 #include "attention.h"
 
 #include <algorithm>
@@ -16,6 +19,8 @@ namespace pagemill {
 namespace {
 
 constexpr int kAtOnce = 8;  // keys, or columns of the result, with three registers of rows: 24 sums
+constexpr int64_t kFewRows = 8;  // up to here lanes are keys and columns
+constexpr int kFewAtOnce = 4;    // of few rows, and panels of keys or of columns: 16 sums
 
 struct alignas(64) Scratch {
   uint16_t query[kMaxHeadDim * kMaxRows];  // [head_dim / 2][rows][2]
@@ -26,6 +31,7 @@ struct alignas(64) Scratch {
   float result[kMaxHeadDim * kMaxRows];    // [head_dim][rows]
   float rows[kMaxRows * kMaxHeadDim];      // queries, then results, in the caller's layout
   float tokens[kPanel * kMaxHeadDim];
+  uint32_t keys[kSpan * kMaxHeadDim / 2];  // of few rows: [kSpan / 16][head_dim / 2][16], two inputs of each key
   int32_t positions[kMaxRows];
   float row_max[kMaxRows], row_sum[kMaxRows], shrink[kMaxRows];
 };
@@ -273,11 +279,160 @@ void attend_rows(const Source& from, Scratch& s) {
   store_results<Vectors>(from, s);
 }
 
+// Computes the scores of `Panels` times sixteen keys for `Rows` rows, whose queries are [rows][head_dim].
+template <int Rows, int Panels>
+void score_few(const uint16_t* query, const uint32_t* keys, int64_t head_dim, float* scores) {
+  __m512 sums[Rows][Panels];
+#pragma GCC unroll 4
+  for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 4
+    for (int p = 0; p < Panels; ++p) sums[r][p] = _mm512_setzero_ps();
+  for (int64_t pair = 0; pair < head_dim / 2; ++pair, keys += kPanel) {
+    __m512i k[Panels];
+#pragma GCC unroll 4
+    for (int p = 0; p < Panels; ++p) k[p] = _mm512_load_si512(keys + p * head_dim / 2 * kPanel);
+#pragma GCC unroll 4
+    for (int r = 0; r < Rows; ++r) {
+      const __m512i q = broadcast_pair(query + r * head_dim + 2 * pair);
+#pragma GCC unroll 4
+      for (int p = 0; p < Panels; ++p) sums[r][p] = multiply_add(sums[r][p], q, k[p]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 4
+    for (int p = 0; p < Panels; ++p) _mm512_store_ps(scores + r * kSpan + p * kPanel, sums[r][p]);
+}
+
+// Computes result = result * shrink + weights * values of `Rows` rows and `Vectors` times sixteen columns.
+template <int Rows, int Vectors>
+void add_few_values(const uint16_t* weights, const uint16_t* values, int64_t count, int64_t head_dim,
+                    const float* shrink, float* result) {
+  __m512 sums[Rows][Vectors];
+#pragma GCC unroll 4
+  for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < Vectors; ++v)
+      sums[r][v] = _mm512_mul_ps(_mm512_load_ps(result + r * head_dim + v * kPanel), _mm512_set1_ps(shrink[r]));
+  for (int64_t t = 0; t < count; t += 2, values += 2 * head_dim) {
+    __m512i pairs[Vectors];
+#pragma GCC unroll 4
+    for (int v = 0; v < Vectors; ++v) pairs[v] = _mm512_load_si512(values + v * 2 * kPanel);
+#pragma GCC unroll 4
+    for (int r = 0; r < Rows; ++r) {
+      const __m512i weight = broadcast_pair(weights + r * kSpan + t);
+#pragma GCC unroll 4
+      for (int v = 0; v < Vectors; ++v) sums[r][v] = multiply_add(sums[r][v], weight, pairs[v]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < Vectors; ++v) _mm512_store_ps(result + r * head_dim + v * kPanel, sums[r][v]);
+}
+
+// Scores, weights and values of a span for `Rows` rows from `row` on.
+template <int Rows>
+void attend_few_rows(const Source& from, Scratch& s, int64_t row, int64_t start, int64_t panels, float factor) {
+  const AttentionArgs& args = from.args;
+  const int64_t head_dim = from.head_dim, count = panels * kPanel;
+  const int64_t window = args.sliding_window > 0 ? std::min<int64_t>(args.sliding_window, INT32_MAX) : INT32_MAX;
+  const uint16_t* query = s.query + row * head_dim;
+  float* scores = s.scores + row * kSpan;
+  if (panels == kFewAtOnce) {
+    score_few<Rows, kFewAtOnce>(query, s.keys, head_dim, scores);
+  } else {
+    for (int64_t p = 0; p < panels; ++p)
+      score_few<Rows, 1>(query, s.keys + p * head_dim / 2 * kPanel, head_dim, scores + p * kPanel);
+  }
+  const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+  const __m512 scale = _mm512_set1_ps(factor);
+  for (int r = 0; r < Rows; ++r, scores += kSpan) {
+    const int64_t position = s.positions[row + r];
+    const bool sees_all = start + count - 1 <= position && start > position - window && start >= args.first_key;
+    __m512 most = _mm512_set1_ps(-INFINITY);
+    for (int64_t t = 0; t < count; t += kPanel) {
+      __m512 each = _mm512_load_ps(scores + t);
+      if (!sees_all) {
+        const __m512i key = _mm512_add_epi32(_mm512_set1_epi32(static_cast<int32_t>(start + t)), lanes);
+        const __m512i behind = _mm512_sub_epi32(_mm512_set1_epi32(static_cast<int32_t>(position)), key);
+        const __mmask16 visible = _mm512_cmplt_epu32_mask(behind, _mm512_set1_epi32(window)) &
+                                  _mm512_cmpge_epi32_mask(key, _mm512_set1_epi32(args.first_key));
+        each = _mm512_mask_blend_ps(visible, _mm512_set1_ps(-INFINITY), each);
+        _mm512_store_ps(scores + t, each);
+      }
+      most = _mm512_max_ps(each, most);
+    }
+    const float before = s.row_max[row + r], now = std::max(before, _mm512_reduce_max_ps(most));
+    const float base = now == -INFINITY ? 0.0f : now;  // a row that sees nothing yet: all its weights are 0
+    const float shrink = _mm512_cvtss_f32(exp2(_mm512_set1_ps((before - base) * factor)));
+    for (int64_t t = 0; t < count; t += kPanel)
+      _mm512_store_ps(scores + t, exp2(_mm512_mul_ps(_mm512_sub_ps(_mm512_load_ps(scores + t), _mm512_set1_ps(base)), scale)));
+    __m128 even = _mm_set_ss(s.row_sum[row + r] * shrink), odd = _mm_setzero_ps();
+    for (int64_t t = 0; t < count; t += 2) {
+      even = _mm_add_ss(even, _mm_load_ss(scores + t));
+      odd = _mm_add_ss(odd, _mm_load_ss(scores + t + 1));
+    }
+    round_floats(scores, count, s.weights + (row + r) * kSpan);
+    s.row_max[row + r] = now;
+    s.row_sum[row + r] = _mm_cvtss_f32(_mm_add_ss(even, odd));
+    s.shrink[row + r] = shrink;
+  }
+  const uint16_t* weights = s.weights + row * kSpan;
+  float* result = s.result + row * head_dim;
+  int64_t d = 0;
+  for (; d + kFewAtOnce * kPanel <= head_dim; d += kFewAtOnce * kPanel)
+    add_few_values<Rows, kFewAtOnce>(weights, s.values + 2 * d, count, head_dim, s.shrink + row, result + d);
+  for (; d < head_dim; d += kPanel)
+    add_few_values<Rows, 1>(weights, s.values + 2 * d, count, head_dim, s.shrink + row, result + d);
+}
+
+// Stores two inputs of sixteen keys adjacent, for each panel of the span.
+void load_keys(const Source& from, int64_t start, int64_t panels, Scratch& s) {
+  const int64_t pairs = from.head_dim / 2;
+  for (int64_t p = 0; p < panels; ++p) {
+    const float* keys = reinterpret_cast<const float*>(from.read(false, start + p * kPanel, kPanel, s));
+    float* to = reinterpret_cast<float*>(s.keys) + p * pairs * kPanel;
+    for (int64_t key = 0; key < kPanel; key += kLanes)
+      for (int64_t pair = 0; pair < pairs; pair += kLanes)
+        transpose8(keys + key * pairs + pair, pairs, to + pair * kPanel + key, kPanel);
+  }
+}
+
+void attend_few(const Source& from, Scratch& s) {
+  constexpr void (*kKernels[])(const Source&, Scratch&, int64_t, int64_t, int64_t, float) = {
+      attend_few_rows<1>, attend_few_rows<2>, attend_few_rows<3>, attend_few_rows<4>};
+  const AttentionArgs& args = from.args;
+  const int64_t head_dim = from.head_dim, first = from.first_position, end = first + from.item.num_tokens;
+  const int64_t window_start = args.sliding_window > 0 ? std::max<int64_t>(0, first - args.sliding_window + 1) : 0;
+  for (int64_t row = 0; row < from.rows; ++row) {
+    round_floats(from.args.query + from.token_of(row) * args.query_stride + from.head_of(row) * head_dim, head_dim,
+                 s.query + row * head_dim);
+    s.positions[row] = static_cast<int32_t>(first + row / from.group);
+    s.row_max[row] = args.sinks ? args.sinks[from.head_of(row)] / args.scale : -INFINITY;
+    s.row_sum[row] = args.sinks ? 1.0f : 0.0f;
+  }
+  std::fill_n(s.result, from.rows * head_dim, 0.0f);
+  for (int64_t start = window_start / kSpan * kSpan; start < end; start += kSpan) {
+    const int64_t depth = std::min<int64_t>(kSpan, end - start), panels = (depth + kPanel - 1) / kPanel;
+    load_keys(from, start, panels, s);
+    load_values(from, start, depth, s);
+    for (int64_t row = 0; row < from.rows; row += kFewAtOnce)
+      kKernels[std::min<int64_t>(kFewAtOnce, from.rows - row) - 1](from, s, row, start, panels, args.scale * 1.44269504f);
+  }
+  for (int64_t row = 0; row < from.rows; ++row) {
+    float* out = args.out + (from.token_of(row) * args.num_heads + from.head_of(row)) * head_dim;
+    const Floats inverse = splat(1.0f / s.row_sum[row]);
+    for (int64_t d = 0; d < head_dim; d += kLanes) store(out + d, load(s.result + row * head_dim + d) * inverse);
+  }
+}
+
 }  // namespace
 
 void attend_bfloat16(const AttentionArgs& args, const WorkItem& item) {
   thread_local Scratch scratch;
   const Source from(args, item);
+  if (from.rows <= kFewRows) return attend_few(from, scratch);
   constexpr void (*kKernels[])(const Source&, Scratch&) = {attend_rows<1>, attend_rows<2>, attend_rows<3>};
   kKernels[(from.rows - 1) / kPanel](from, scratch);
 }

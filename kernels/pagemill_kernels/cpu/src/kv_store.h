@@ -24,7 +24,12 @@ inline const float* read_tokens(int32_t type, const uint8_t* head, int64_t block
   if (type == kCacheFloat32) return reinterpret_cast<const float*>(head) + first * head_dim;
   if (type == kCacheBfloat16) {
     const uint8_t* from = head + first * head_dim * 2;
-    for (int64_t i = 0; i < count * head_dim; i += kLanes) store(buffer + i, from_bfloat16(load_as<Halves>(from + i * 2)));
+    int64_t i = 0;
+#ifdef __AVX512F__
+    for (; i + 2 * kLanes <= count * head_dim; i += 2 * kLanes)
+      _mm512_storeu_si512(buffer + i, _mm512_slli_epi32(_mm512_cvtepu16_epi32(load_as<__m256i>(from + i * 2)), 16));
+#endif
+    for (; i < count * head_dim; i += kLanes) store(buffer + i, from_bfloat16(load_as<Halves>(from + i * 2)));
     return buffer;
   }
   const uint8_t* codes = head + first * head_dim;
