@@ -173,7 +173,6 @@ def test_an_unknown_method_is_refused() -> None:
         ({"method": "ngram", "num_tokens": 16}, {}, "num_tokens is 16, but a step has 16 tokens"),
         ({"method": "auto", "num_tokens": 16}, {}, "num_tokens is 16"),
         ({"method": "ngram"}, {"most_proposed": 0}, "keeps states without room for such tokens; set it to off"),
-        ({"method": "ngram"}, {"stages": 2}, "runs in stages"),
     ],
 )
 def test_proposals_that_cannot_be_verified_are_refused_before_ready(
@@ -187,9 +186,8 @@ def test_proposals_that_cannot_be_verified_are_refused_before_ready(
 
 
 def test_the_default_leaves_such_engines_without_proposals(checking_runner: Make) -> None:
-    for info in ({"most_proposed": 0}, {"stages": 2}):
-        runner = checking_runner(64, 16, 256, 50)
-        runner.info = runner.info._replace(**info)
-        assert EngineCore(EngineConfig(model="m"), runner)._proposals is None
+    runner = checking_runner(64, 16, 256, 50)
+    runner.info = runner.info._replace(most_proposed=0)
+    assert EngineCore(EngineConfig(model="m"), runner)._proposals is None
     small = EngineConfig(model="m", max_num_batched_tokens=4)
     assert EngineCore(small, checking_runner(64, 16, 256, 50))._proposals is not None

@@ -85,7 +85,7 @@ class EngineCore:
         self.num_failed_steps_in_a_row = 0
         """Number of steps that raised since the last one that succeeded."""
         self._clock = clock
-        self._depth = runner.info.stages + 1
+        self._depth, self._has_stages = runner.info.stages + 1, runner.info.stages > 1
         self._in_flight: deque[Launched] = deque()  # behind the step that is read; none in the plain loop
         self._step_ms = 0.0
         self._last_read_s = float("-inf")
@@ -161,7 +161,8 @@ class EngineCore:
         if not plan.num_scheduled_tokens:
             return None
         started_s = self._clock()
-        if self._proposals is not None and self.overlaps and self._has_next_step and not self._in_flight:
+        waited = self.overlaps and self._has_next_step and not self._in_flight and not self._has_stages
+        if self._proposals is not None and waited:  # with stages all wait, whatever is proposed
             self._proposals.record_turn((started_s - self._last_read_s) * 1000)
         self.expected_step_ms += predicted_ms(self.step_time, plan)
         try:
@@ -228,13 +229,18 @@ class EngineCore:
 
     def _record_step_time(self, step: Launched, draft_ms: float) -> None:
         """Record the step's time: while there is work, that from one read to the next, all between them included. What
-        drafting took is no part of it (`proposing.draft`)."""
+        drafting took is no part of it (`proposing.draft`).
+
+        With stages that of one: a step waits for the one before it, or passes all of them without a wait.
+        """
         now_s = self._clock()
         self._step_ms = (now_s - (self._last_read_s if self._has_next_step else step.started_s)) * 1000
-        self._last_read_s = now_s
+        self._last_read_s, ms = now_s, self._step_ms - draft_ms
+        if self._has_stages:
+            ms = min(ms, (now_s - step.started_s) * 1000 / self.runner.info.stages)
         if self._proposals is not None:
-            self._proposals.record_step(step.plan, self._step_ms - draft_ms)
-        self.step_timer.observe(self.step_time, step.plan, self._step_ms - draft_ms, now_s, now_s - step.started_s)
+            self._proposals.record_step(step.plan, ms)
+        self.step_timer.observe(self.step_time, step.plan, ms, now_s)
 
     def _report(self, step: Launched | None) -> StepOutputs:
         expected_ms = 0.0

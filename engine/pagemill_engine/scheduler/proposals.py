@@ -8,7 +8,7 @@ the chances and the choice; `scheduler` schedules and applies proposals.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from pagemill_engine.proposing.acceptance import Acceptance
@@ -91,8 +91,11 @@ class Proposals:
             predicted_ms = self._ms_of(plan.num_tokens, plan.decode_context_tokens)
             self._measured.record(plan.num_tokens, predicted_ms, ms, proposed=bool(plan.proposals))
 
-    def choose(self, sequences: list[Sequence], all_sequences: Sequences) -> list[tuple[Sequence, list[int]]]:
-        """Return those of `sequences` for which tokens are proposed in a step, with these tokens."""
+    def choose(
+        self, sequences: list[Sequence], turn: Collection[Sequence], num_queued_tokens: int
+    ) -> list[tuple[Sequence, list[int]]]:
+        """Return those of `sequences` for which tokens are proposed in a step, with these tokens. `turn`: all
+        running ones of which it may compute tokens. `num_queued_tokens`: of those that wait."""
         if not sequences:
             return []
         if self._num_asked:
@@ -101,31 +104,31 @@ class Proposals:
                 before + STEP_GAIN * (latest - before) for before, latest in zip(self.per_decode, now, strict=True)
             )
             self.per_decode, self._draft_ms = (sampled, computed, draft_ms), 0.0
-        chosen = self._chosen(sequences, all_sequences, 0)
+        chosen = self._chosen(sequences, turn, num_queued_tokens, 0)
         self._num_asked, self._num_accepted = len(sequences), 0
         self._num_chosen = sum(len(token_ids) for _, token_ids in chosen)
         return chosen
 
     def keep_waiting(self, all_sequences: Sequences) -> bool:
-        """Whether the next step waits for the tokens of the step in flight: of some it is not known how many there
-        are, some are drafted behind it, or proposals behind them gain more."""
+        """Whether the next step waits for the tokens of the step in flight, where sequences run ahead of it: of some
+        it is not known how many there are, some are drafted behind it, or proposals behind them gain more."""
         running = all_sequences.running
         if any(seq.num_pending_tokens > 1 for seq in running) or any(
             step.plan.drafts for step in all_sequences.in_flight
         ):
             return True
         seqs = [seq for seq in running if seq.num_pending_tokens and not (seq.search or seq.pooling)]
-        return bool(self._chosen(seqs, all_sequences, 1))
+        return bool(self._chosen(seqs, running, all_sequences.num_queued_tokens, 1))
 
     def _chosen(
-        self, sequences: list[Sequence], all_sequences: Sequences, num_pending: int
+        self, sequences: list[Sequence], turn: Collection[Sequence], num_queued_tokens: int, num_pending: int
     ) -> list[tuple[Sequence, list[int]]]:
-        """`num_pending`: tokens of the sequences that are not known yet."""
+        """`num_pending`: tokens of the sequences that are not known yet; the others as for `choose`."""
         if not self._asks_all:
             sequences = [sequence for sequence in sequences if sequence.predicted_token_ids]
         if not sequences:
             return []
-        step = _step_shape(all_sequences)
+        step = _step_shape(turn, num_queued_tokens)
         if self._ms_of is not None and not can_gain(len(sequences), self._most, step, self._ms_of):
             return []
         found, chances = [], []
@@ -178,7 +181,8 @@ class Proposals:
                 rooms[name] = room
                 acceptances.append(source.acceptance)
         if rooms:
-            num = self._rounds.choose(acceptances, _step_shape(all_sequences), self._ms_of, self._turn_ms)
+            step = _step_shape(all_sequences.running, all_sequences.num_queued_tokens)
+            num = self._rounds.choose(acceptances, step, self._ms_of, self._turn_ms)
             plan.drafts = {name: min(num, room) for name, room in rooms.items()} if num else {}
 
     def take_drafts(self, result: StepResult, sequences: Mapping[str, Sequence]) -> None:
@@ -221,18 +225,18 @@ class Proposals:
                 method.end(sequence)
 
 
-def _step_shape(all_sequences: Sequences) -> StepShape:
+def _step_shape(turn: Collection[Sequence], num_queued_tokens: int) -> StepShape:
     """Return what a step without proposals would compute. Its budget is no bound: a proposal takes the place of a
     token of a prompt then, which is what a longer step costs."""
     num_decodes = num_context_tokens = 0
-    num_tokens = all_sequences.num_queued_tokens
-    for seq in all_sequences.running:
+    num_tokens = num_queued_tokens
+    for seq in turn:
         num_due_tokens = len(seq.token_ids) + seq.num_pending_tokens - seq.num_computed_tokens
         num_tokens += num_due_tokens
         if num_due_tokens == 1:
             num_decodes += 1
             num_context_tokens += seq.num_computed_tokens
-    return StepShape(min(num_tokens, MOST_TOKENS + len(all_sequences.running)), num_decodes, num_context_tokens)
+    return StepShape(min(num_tokens, MOST_TOKENS + len(turn)), num_decodes, num_context_tokens)
 
 
 def ask(proposing: Proposing, known: list[int], most: int) -> list[float]:

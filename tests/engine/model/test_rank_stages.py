@@ -11,7 +11,6 @@ from oracle_proposer import oracle
 from ranked_engine import BASE, LONG, SETTINGS, Engine, Ranks, answers, prompts_of, saved
 
 from pagemill_engine.scheduler.proposals import Proposals
-from pagemill_execution.config import SpeculationConfig
 from pagemill_execution.weights.errors import LoadError
 from pagemill_kernels.cpu import library
 from pagemill_protocol.request.sampling import SamplingParams
@@ -105,5 +104,3 @@ def test_stages_that_cannot_be_are_refused(three_layers: Path, ranks: Ranks) -> 
         LoadError, match=r"3 layers cannot be divided into 4 stages\. Lower pipelineParallel to at most 3"
     ):
         ranks(three_layers, 4, num_stages=4)
-    with pytest.raises(LoadError, match="Stages verify no proposed tokens"):
-        ranks(three_layers, 2, num_stages=2, speculative=SpeculationConfig(method="ngram"))
