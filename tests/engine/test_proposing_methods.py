@@ -139,6 +139,15 @@ def test_what_decodes_sample_and_compute_is_published(checking_runner: Make) -> 
     assert StepTimeModel.from_params(params).tokens_per_decode == sampled
 
 
+def test_what_decodes_sample_is_that_of_steps_that_run_ahead_without_proposals_too(checking_runner: Make) -> None:
+    core = EngineCore(EngineConfig(model="m", overlap=True), checking_runner(64, 16, 256, 5000))
+    assert core._proposals is not None
+    core._proposals.per_decode = 4.0, 5.0, 0.0
+    for name in "abcd":
+        serve(core, name, "")
+    assert core._proposals.per_decode[0] < 3.0
+
+
 def test_requests_share_no_answers_where_they_share_no_prefixes(checking_runner: Make) -> None:
     settings = SpeculationConfig(method="ngram")
     core = an_engine(checking_runner, speculative=settings, enable_prefix_caching=False)

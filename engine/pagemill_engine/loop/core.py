@@ -30,7 +30,7 @@ from pagemill_engine.scheduler.proposals import Proposals
 from pagemill_engine.scheduler.scheduler import Scheduler
 from pagemill_execution.runners.base import Runner
 from pagemill_execution.runners.errors import DeviceLostError
-from pagemill_execution.step import StepPlan
+from pagemill_execution.step import StepPlan, StepResult
 from pagemill_protocol.report.state import EngineLoad, StepTimeParams
 from pagemill_protocol.report.step_time import StepTimeModel
 from pagemill_protocol.request.generate import GenerateRequest
@@ -193,7 +193,7 @@ class EngineCore:
             self._fail_steps_in_flight(plan)
             raise
         try:
-            self._record_step_time(step, result.draft_ms)
+            self._record_step_time(step, result)
             self.scheduler.update(plan, result)
         except BaseException as error:
             self._abandon(plan, error)
@@ -227,7 +227,7 @@ class EngineCore:
         if not isinstance(error, Exception):
             raise error
 
-    def _record_step_time(self, step: Launched, draft_ms: float) -> None:
+    def _record_step_time(self, step: Launched, result: StepResult) -> None:
         """Record the step's time: while there is work, that from one read to the next, all between them included. What
         drafting took is no part of it (`proposing.draft`).
 
@@ -235,11 +235,11 @@ class EngineCore:
         """
         now_s = self._clock()
         self._step_ms = (now_s - (self._last_read_s if self._has_next_step else step.started_s)) * 1000
-        self._last_read_s, ms = now_s, self._step_ms - draft_ms
+        self._last_read_s, ms = now_s, self._step_ms - result.draft_ms
         if self._has_stages:
             ms = min(ms, (now_s - step.started_s) * 1000 / self.runner.info.stages)
         if self._proposals is not None:
-            self._proposals.record_step(step.plan, ms)
+            self._proposals.record_step(step.plan, result, ms)
         self.step_timer.observe(self.step_time, step.plan, ms, now_s)
 
     def _report(self, step: Launched | None) -> StepOutputs:

@@ -69,10 +69,6 @@ class Proposals:
         self._gained_ms = 0.0
         self.per_decode = (1.0, 1.0, 0.0)
         """Tokens that a decode has sampled, and computed, in a step of late, and milliseconds of drafting behind it."""
-        self._draft_ms = 0.0
-        """Of the latest step."""
-        self._num_asked = self._num_chosen = self._num_accepted = 0
-        """Of the latest step with decodes: these, and their tokens that were proposed and sampled."""
         self._turn_ms = 0.0
         """Milliseconds between a step and one that waits for its tokens, in a loop that runs ahead otherwise."""
 
@@ -85,29 +81,20 @@ class Proposals:
         wait otherwise."""
         self._turn_ms += TURN_GAIN * (ms - self._turn_ms)
 
-    def record_step(self, plan: StepPlan, ms: float) -> None:
-        """Record the time of a step, if it has decodes alone: prompts hide what proposed tokens take."""
-        if self._ms_of is not None and not plan.chunk_context_products:
-            predicted_ms = self._ms_of(plan.num_tokens, plan.decode_context_tokens)
-            self._measured.record(plan.num_tokens, predicted_ms, ms, proposed=bool(plan.proposals))
-
-    def choose(
-        self, sequences: list[Sequence], turn: Collection[Sequence], num_queued_tokens: int
-    ) -> list[tuple[Sequence, list[int]]]:
-        """Return those of `sequences` for which tokens are proposed in a step, with these tokens. `turn`: all
-        running ones of which it may compute tokens. `num_queued_tokens`: of those that wait."""
-        if not sequences:
-            return []
-        if self._num_asked:
-            now = 1 + self._num_accepted / self._num_asked, 1 + self._num_chosen / self._num_asked, self._draft_ms
+    def record_step(self, plan: StepPlan, result: StepResult, ms: float) -> None:
+        """Record what a step has sampled, and its time, if it has decodes alone: prompts hide what proposed tokens
+        take."""
+        if num_sampling := len(plan.samples):
+            num_proposed = sum(map(len, plan.proposals.values()))
+            num_accepted = sum(len(result.token_ids[name]) - 1 for name in plan.proposals if name in result.token_ids)
+            now = 1 + num_accepted / num_sampling, 1 + num_proposed / num_sampling, result.draft_ms
             sampled, computed, draft_ms = (
                 before + STEP_GAIN * (latest - before) for before, latest in zip(self.per_decode, now, strict=True)
             )
-            self.per_decode, self._draft_ms = (sampled, computed, draft_ms), 0.0
-        chosen = self._chosen(sequences, turn, num_queued_tokens, 0)
-        self._num_asked, self._num_accepted = len(sequences), 0
-        self._num_chosen = sum(len(token_ids) for _, token_ids in chosen)
-        return chosen
+            self.per_decode = sampled, computed, draft_ms
+        if self._ms_of is not None and not plan.chunk_context_products:
+            predicted_ms = self._ms_of(plan.num_tokens, plan.decode_context_tokens)
+            self._measured.record(plan.num_tokens, predicted_ms, ms, proposed=bool(plan.proposals))
 
     def keep_waiting(self, all_sequences: Sequences) -> bool:
         """Whether the next step waits for the tokens of the step in flight, where sequences run ahead of it: of some
@@ -118,12 +105,16 @@ class Proposals:
         ):
             return True
         seqs = [seq for seq in running if seq.num_pending_tokens and not (seq.search or seq.pooling)]
-        return bool(self._chosen(seqs, running, all_sequences.num_queued_tokens, 1))
+        return bool(self.choose(seqs, running, all_sequences.num_queued_tokens, 1))
 
-    def _chosen(
-        self, sequences: list[Sequence], turn: Collection[Sequence], num_queued_tokens: int, num_pending: int
+    def choose(
+        self, sequences: list[Sequence], turn: Collection[Sequence], num_queued_tokens: int, num_pending: int = 0
     ) -> list[tuple[Sequence, list[int]]]:
-        """`num_pending`: tokens of the sequences that are not known yet; the others as for `choose`."""
+        """Return those of `sequences` for which tokens are proposed in a step, with these tokens.
+
+        `turn`: all running ones of which it may compute tokens. `num_queued_tokens`: of those that wait. `num_pending`:
+        tokens of the sequences that are not known yet.
+        """
         if not self._asks_all:
             sequences = [sequence for sequence in sequences if sequence.predicted_token_ids]
         if not sequences:
@@ -157,7 +148,6 @@ class Proposals:
 
     def count(self, sequence: Sequence, num_accepted: int) -> None:
         """Count the steps that a sequence does not need, since it sampled some of its proposed tokens."""
-        self._num_accepted += num_accepted
         if sequence.proposing is not None:
             self._gained_ms += sequence.proposing.token_ms * num_accepted
 
@@ -191,7 +181,6 @@ class Proposals:
             return
         self._rounds.record(max(map(len, result.drafted.values())), result.draft_ms)
         self._gained_ms -= result.draft_ms
-        self._draft_ms = result.draft_ms
         for name, drafted in result.drafted.items():
             sequence = sequences.get(name)
             if sequence is None or sequence.state is not SequenceState.RUNNING or sequence.was_jumped:

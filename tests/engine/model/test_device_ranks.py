@@ -201,17 +201,25 @@ def test_devices_divide_heads_with_states(name: str, tmp_path: Path, devices: Lo
     assert Engine(devices(tmp_path)).run(prompts_of(1)[:2], SHORT) == expected
 
 
-@pytest.mark.full
-def test_devices_verify_proposed_tokens(llama_folder: Path, devices: Load, runner_loader: Any) -> None:
+@pytest.mark.parametrize(("tensor", "stages"), [
+    pytest.param(2, 1, marks=pytest.mark.full),
+    pytest.param(1, 2, marks=pytest.mark.slow),
+    pytest.param(2, 2, marks=pytest.mark.full),
+])  # fmt: skip
+def test_devices_verify_proposed_tokens(
+    tensor: int, stages: int, llama_folder: Path, devices: Load, runner_loader: Any
+) -> None:
     prompts = [[5, 6, 7, 8 + index] for index in range(3)]
     params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
     single = runner_loader(llama_folder, **DEVICES)
     expected = Engine(single).run(prompts, params)
     single.close()
     texts = [prompt + tokens for prompt, (tokens, _) in zip(prompts, expected, strict=True)]
-    engine = Engine(devices(llama_folder), Proposals([oracle(texts, random.Random(4), 0.3, BASE["vocab_size"])]))
+    proposals = Proposals([oracle(texts, random.Random(4), 0.3, BASE["vocab_size"])])
+    engine = Engine(devices(llama_folder, tensor, stages), proposals, overlap=stages > 1)
     assert engine.run(prompts, params) == expected
-    assert engine.core.num_steps < 16
+    assert engine.core.num_steps < 16 * stages
+    assert engine.num_accepted > 10
 
 
 @pytest.mark.full
