@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from ranked_engine import BASE, LONG, ROUNDS, SETTINGS, Engine, Ranks, answers, 
 
 from pagemill_engine.scheduler.proposals import Proposals
 from pagemill_execution.config import SpeculationConfig
+from pagemill_execution.runners.ranks.ranked import RanksLostError
 from pagemill_execution.weights.errors import LoadError
 from pagemill_kernels.cpu import library
 from pagemill_protocol.request.generate import GenerateRequest
@@ -100,10 +103,11 @@ def test_every_stage_has_a_step(three_layers: Path, ranks: Ranks, monkeypatch: p
 def test_stages_verify_proposed_tokens(
     three_layers: Path, ranks: Ranks, runner_loader: Any, size: int, num_stages: int, error_rate: float
 ) -> None:
+    """An oracle's, clients' predictions and n-grams; a stage that ends meanwhile is named."""
     prompts, single = FIRST[:4], runner_loader(three_layers, deterministic=True, **SETTINGS)
     expected = [Engine(single).run(prompts, params) for params in (LONG, ROUNDS[1], TWO)]
     single.close()
-    runner = ranks(three_layers, size, num_stages=num_stages, deterministic=True)
+    runner: Any = ranks(three_layers, size, num_stages=num_stages, deterministic=True)
     for params, found in zip((LONG, ROUNDS[1]), expected, strict=False):
         texts = [prompt + tokens for prompt, (tokens, _) in zip(prompts, found, strict=True)]
         engine = Engine(runner, Proposals([oracle(texts, random.Random(4), error_rate, BASE["vocab_size"])]))
@@ -122,6 +126,13 @@ def test_stages_verify_proposed_tokens(
     predicting.num_accepted = 0
     assert [tokens for tokens, _ in predicting.run(prompts, TWO)] == [tokens for tokens, _ in expected[2]]
     assert predicting.num_accepted > 10 * len(prompts), "n-grams of two tokens are often right"
+    first = runner._followers.ids[-1]
+    predicting.add(prompts, TWO)
+    predicting.core.step()
+    predicting.core.step()
+    os.kill(first, signal.SIGKILL)
+    with pytest.raises(RanksLostError, match=rf"rank {size - 1} \(process {first}\) ended with the signal SIGKILL"):
+        predicting.run_out()
 
 
 def test_stages_that_cannot_be_are_refused(three_layers: Path, ranks: Ranks) -> None:
