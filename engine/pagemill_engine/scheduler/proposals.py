@@ -8,7 +8,7 @@ the chances and the choice; `scheduler` schedules and applies proposals.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from pagemill_engine.proposing.acceptance import Acceptance
@@ -99,7 +99,7 @@ class Proposals:
     def keep_waiting(self, all_sequences: Sequences) -> bool:
         """Whether the next step waits for the tokens of the step in flight, where sequences run ahead of it: of some
         it is not known how many there are, some are drafted behind it, or proposals behind them gain more."""
-        running = all_sequences.running
+        running = [*all_sequences.running]
         if any(seq.num_pending_tokens > 1 for seq in running) or any(
             step.plan.drafts for step in all_sequences.in_flight
         ):
@@ -108,7 +108,7 @@ class Proposals:
         return bool(self.choose(seqs, running, all_sequences.num_queued_tokens, 1))
 
     def choose(
-        self, sequences: list[Sequence], turn: Collection[Sequence], num_queued_tokens: int, num_pending: int = 0
+        self, sequences: list[Sequence], turn: list[Sequence], num_queued_tokens: int, num_pending: int = 0
     ) -> list[tuple[Sequence, list[int]]]:
         """Return those of `sequences` for which tokens are proposed in a step, with these tokens.
 
@@ -171,7 +171,7 @@ class Proposals:
                 rooms[name] = room
                 acceptances.append(source.acceptance)
         if rooms:
-            step = _step_shape(all_sequences.running, all_sequences.num_queued_tokens)
+            step = _step_shape([*all_sequences.running], all_sequences.num_queued_tokens)
             num = self._rounds.choose(acceptances, step, self._ms_of, self._turn_ms)
             plan.drafts = {name: min(num, room) for name, room in rooms.items()} if num else {}
 
@@ -214,7 +214,7 @@ class Proposals:
                 method.end(sequence)
 
 
-def _step_shape(turn: Collection[Sequence], num_queued_tokens: int) -> StepShape:
+def _step_shape(turn: list[Sequence], num_queued_tokens: int) -> StepShape:
     """Return what a step without proposals would compute. Its budget is no bound: a proposal takes the place of a
     token of a prompt then, which is what a longer step costs."""
     num_decodes = num_context_tokens = 0
