@@ -85,7 +85,7 @@ class EngineCore:
         self.num_failed_steps_in_a_row = 0
         """Number of steps that raised since the last one that succeeded."""
         self._clock = clock
-        self._depth, self._has_stages = runner.info.stages + 1, runner.info.stages > 1
+        self._num_stages = runner.info.stages
         self._in_flight: deque[Launched] = deque()  # behind the step that is read; none in the plain loop
         self._step_ms = 0.0
         self._last_read_s = float("-inf")
@@ -137,7 +137,7 @@ class EngineCore:
         return self._report(step)
 
     def _step_overlapped(self) -> StepOutputs:
-        while len(self._in_flight) < self._depth and (launched := self._launch()) is not None:
+        while len(self._in_flight) <= self._num_stages and (launched := self._launch()) is not None:
             self._in_flight.append(launched)
         step = self._in_flight.popleft() if self._in_flight else None
         if step is not None:
@@ -161,8 +161,8 @@ class EngineCore:
         if not plan.num_scheduled_tokens:
             return None
         started_s = self._clock()
-        waited = self.overlaps and self._has_next_step and not self._in_flight and not self._has_stages
-        if self._proposals is not None and waited:  # with stages all wait, whatever is proposed
+        waited = self.overlaps and self._has_next_step and not self._in_flight
+        if self._proposals is not None and waited and self._num_stages == 1:  # with more all wait anyway
             self._proposals.record_turn((started_s - self._last_read_s) * 1000)
         self.expected_step_ms += predicted_ms(self.step_time, plan)
         try:
@@ -229,15 +229,11 @@ class EngineCore:
 
     def _record_step_time(self, step: Launched, result: StepResult) -> None:
         """Record the step's time: while there is work, that from one read to the next, all between them included. What
-        drafting took is no part of it (`proposing.draft`).
-
-        With stages that of one: a step waits for the one before it, or passes all of them without a wait.
-        """
+        drafting took is no part of it (`proposing.draft`). With stages it may pass all of them without a wait."""
         now_s = self._clock()
         self._step_ms = (now_s - (self._last_read_s if self._has_next_step else step.started_s)) * 1000
         self._last_read_s, ms = now_s, self._step_ms - result.draft_ms
-        if self._has_stages:
-            ms = min(ms, (now_s - step.started_s) * 1000 / self.runner.info.stages)
+        ms = min(ms, (now_s - step.started_s) * 1000 / self._num_stages) if self._num_stages > 1 else ms
         if self._proposals is not None:
             self._proposals.record_step(step.plan, result, ms)
         self.step_timer.observe(self.step_time, step.plan, ms, now_s)
