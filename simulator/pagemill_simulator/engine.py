@@ -218,9 +218,7 @@ class EngineRun:
 class _KnownTimes(StepTimer):
     """Steps take what a model says: fitting another one to them would be a third of a simulation's time."""
 
-    def observe(
-        self, model: StepTimeModel, plan: StepPlan, ms: float, now_s: float, since_launch_s: float = 0.0
-    ) -> None:
+    def observe(self, model: StepTimeModel, plan: StepPlan, ms: float, now_s: float) -> None:
         pass
 
 

@@ -71,8 +71,8 @@ def simulated_core(
     settings = msgspec.structs.replace(config, null_runner=True, seed=config.seed or 0, speculative=off)
     step_time, kind, proposals = settings.step_time, NullRunner, None
     if step_time is not None and step_time.tokens_per_decode > 1:
-        # A step waits for the tokens of the one before, since some are proposed behind them.
-        settings = msgspec.structs.replace(settings, overlap=False)
+        # A step waits for the tokens of the one before, since some are proposed behind them. In stages rows wait alone.
+        settings = msgspec.structs.replace(settings, overlap=settings.pipeline_parallel_size > 1)
         kind, method = _AcceptingRunner, _ExpectedTokens(step_time, settings.seed or 0)
         proposals = Proposals([method], method.most)
         proposals.per_decode = step_time.tokens_per_decode, step_time.computed_per_decode, step_time.draft_ms

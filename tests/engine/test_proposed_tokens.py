@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import msgspec
 import pytest
 from oracle_proposer import Made, oracle
 from step_workloads import BLOCK_SIZE, MAX_MODEL_LEN, a_config, a_request
@@ -21,6 +22,7 @@ from pagemill_engine.kv.manager import CacheManager
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.scheduler.proposals import Proposals
 from pagemill_engine.scheduler.scheduler import Scheduler
+from pagemill_execution.step import StepPlan
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_protocol.request.sampling import SamplingParams
@@ -104,6 +106,12 @@ def test_blocks_behind_windows_are_dropped_by_tokens_that_were_sampled(
     assert num_proposed(make, range(100, 130), overlap, 0.3) > 200
 
 
+@pytest.mark.parametrize("stages", [2, 3])
+def test_stages_answer_what_they_do_without_proposed_tokens(checking_runner: Make, stages: int) -> None:
+    """While requests are preempted, fork and end with several steps in flight."""
+    assert num_proposed(partial(checking_runner, stages=stages), range(200, 230), True, 0.2) > 300
+
+
 class Following:
     """Proposes as many tokens as it may: the right ones, or ones that are never sampled."""
 
@@ -128,22 +136,50 @@ def a_text(checking_runner: Make) -> tuple[GenerateRequest, list[int]]:
     return request, text
 
 
-def num_steps(checking_runner: Make, *, right: bool, overlap: bool) -> int:
+def num_steps(checking_runner: Make, *, right: bool, overlap: bool, stages: int) -> int:
     request, text = a_text(checking_runner)
     proposals = Proposals([Made(lambda token_ids: Following(token_ids, text, right=right))], 4)
-    core = EngineCore(EngineConfig(model="m", block_size=4, overlap=overlap), checking_runner(), proposals=proposals)
+    runner = checking_runner(stages=stages)
+    core = EngineCore(EngineConfig(model="m", block_size=4, overlap=overlap), runner, proposals=proposals)
     core.add(request)
     while core.has_work:
         core.step()
     return core.num_steps
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_the_number_of_steps_is_what_acceptance_says(checking_runner: Make, overlap: bool) -> None:
+@pytest.mark.parametrize(("overlap", "stages"), [(False, 1), (True, 1), (True, 2)])
+def test_the_number_of_steps_is_what_acceptance_says(checking_runner: Make, overlap: bool, stages: int) -> None:
     """One step samples the first of 41 tokens behind the prompt. With four proposals that are right, each further step
     brings five. The overlapped loop waits for each of them, and not for more."""
-    assert num_steps(checking_runner, right=True, overlap=overlap) == 1 + 40 // 5
-    assert num_steps(checking_runner, right=False, overlap=overlap) == 41
+    assert num_steps(checking_runner, right=True, overlap=overlap, stages=stages) == 1 + 40 // 5
+    assert num_steps(checking_runner, right=False, overlap=overlap, stages=stages) == 41
+
+
+def test_stages_verify_tokens_at_once_each_as_many_as_its_own_step_has_time_for(checking_runner: Make) -> None:
+    """Six answers decode in two stages: three in each step, which takes no longer up to 16 tokens."""
+    request, text = a_text(checking_runner)
+    proposals = Proposals(
+        [Made(lambda token_ids: Following(token_ids, text, right=True))],
+        4,
+        ms_of=lambda num_tokens, _: 10.0 if num_tokens <= 16 else 1000.0,
+    )
+    core = EngineCore(
+        EngineConfig(model="m", block_size=4, overlap=True), checking_runner(stages=2), proposals=proposals
+    )
+    schedule, verified = core.scheduler.schedule, []
+
+    def noted() -> StepPlan:
+        before = [len(step.plan.proposals) for step in core.scheduler._in_flight]
+        plan = schedule()
+        verified.append((before, [len(tokens) for tokens in plan.proposals.values()]))
+        return plan
+
+    core.scheduler.schedule = noted  # type: ignore[method-assign]
+    for number in range(6):
+        core.add(msgspec.structs.replace(request, request_id=f"r{number}"))
+    while core.has_work:
+        core.step()
+    assert ([3], [4, 4, 4]) in verified
 
 
 def test_a_proposal_without_blocks_or_budget_is_not_made(checking_runner: Make) -> None:

@@ -137,6 +137,15 @@ def test_what_decodes_sample_and_compute_is_published(checking_runner: Make) -> 
     assert StepTimeModel.from_params(params).tokens_per_decode == sampled
 
 
+def test_what_decodes_sample_is_that_of_steps_that_run_ahead_without_proposals_too(checking_runner: Make) -> None:
+    core = EngineCore(EngineConfig(model="m", overlap=True), checking_runner(64, 16, 256, 5000))
+    assert core._proposals is not None
+    core._proposals.per_decode = 4.0, 5.0, 0.0
+    for name in "abcd":
+        serve(core, name, "")
+    assert core._proposals.per_decode[0] < 3.0
+
+
 def test_requests_share_no_answers_where_they_share_no_prefixes(checking_runner: Make) -> None:
     settings = SpeculationConfig(method="ngram")
     core = an_engine(checking_runner, speculative=settings, enable_prefix_caching=False)
@@ -171,7 +180,6 @@ def test_an_unknown_method_is_refused() -> None:
         ({"method": "ngram", "num_tokens": 16}, {}, "num_tokens is 16, but a step has 16 tokens"),
         ({"method": "auto", "num_tokens": 16}, {}, "num_tokens is 16"),
         ({"method": "ngram"}, {"most_proposed": 0}, "keeps states without room for such tokens; set it to off"),
-        ({"method": "ngram"}, {"stages": 2}, "runs in stages"),
     ],
 )
 def test_proposals_that_cannot_be_verified_are_refused_before_ready(
@@ -185,9 +193,8 @@ def test_proposals_that_cannot_be_verified_are_refused_before_ready(
 
 
 def test_the_default_leaves_such_engines_without_proposals(checking_runner: Make) -> None:
-    for info in ({"most_proposed": 0}, {"stages": 2}):
-        runner = checking_runner(64, 16, 256, 50)
-        runner.info = runner.info._replace(**info)
-        assert EngineCore(EngineConfig(model="m"), runner)._proposals is None
+    runner = checking_runner(64, 16, 256, 50)
+    runner.info = runner.info._replace(most_proposed=0)
+    assert EngineCore(EngineConfig(model="m"), runner)._proposals is None
     small = EngineConfig(model="m", max_num_batched_tokens=4)
     assert EngineCore(small, checking_runner(64, 16, 256, 50))._proposals is not None

@@ -165,7 +165,6 @@ def test_generation_defaults_reach_the_engine(deployment: Make) -> None:
             "spec.engine.tensorParallel",
         ),
         ({"engine__tensorParallel": 3, "engine__pipelineParallel": 64}, "spec.engine.pipelineParallel"),
-        ({"engine__pipelineParallel": 2, "engine__speculative": {"method": "ngram"}}, "spec.engine.pipelineParallel"),
         (
             {"engine__pipelineParallel": 2, "engine__speculative": {"method": "draft", "source": "hf://a/b"}},
             "spec.engine.pipelineParallel",

@@ -82,7 +82,7 @@ class Engine:
     def __init__(self, runner: Any, proposals: Proposals | None = None, **settings: Any) -> None:
         self.core = EngineCore(EngineConfig(model="test", **SETTINGS | settings), runner, proposals=proposals)
         self._count = 0
-        self.num_preemptions = 0
+        self.num_preemptions = self.num_accepted = 0
 
     def add(self, prompts: list[list[int]], params: SamplingParams) -> list[str]:
         names = [f"r{self._count + index}" for index in range(len(prompts))]
@@ -103,6 +103,7 @@ class Engine:
             for output in self.core.step().outputs:
                 assert output.error is None
                 self.num_preemptions += output.num_preemptions
+                self.num_accepted += output.num_accepted
                 tokens, count = found.get((output.request_id, output.choice), ([], 0))
                 both = [*tokens, *output.token_ids], count + len(output.prompt_logprobs)
                 found[output.request_id, output.choice] = both

@@ -102,19 +102,20 @@ def test_percentiles_are_nearest_ranks() -> None:
     assert Percentiles.of(list(range(100, 0, -1))) == Percentiles(50, 90, 99, 100)
 
 
-def test_decodes_sample_and_compute_what_the_step_times_say() -> None:
+@pytest.mark.parametrize(("stages", "draft_ms"), [(1, 1.5), (2, 0.0)])
+def test_decodes_sample_and_compute_what_the_step_times_say(stages: int, draft_ms: float) -> None:
     """An answer of 401 tokens takes 160 steps of 2.5 tokens behind its first, each as long as one of four tokens
-    and of drafting."""
+    and of drafting. One of stages passes all of them."""
     step_time = StepTimeParams(
         knots_tokens=[1, 4, 2048], knot_ms=[6.0, 9.0, 90.0],
-        tokens_per_decode=2.5, computed_per_decode=4.0, draft_ms=1.5,
+        tokens_per_decode=2.5, computed_per_decode=4.0, draft_ms=draft_ms, stages=stages,
     )  # fmt: skip
     trace = [SimRequest(40.0 * index, 64, 401) for index in range(20)]
-    simulation = EngineSimulation(trace, config(), step_time)
+    simulation = EngineSimulation(trace, config(pipeline_parallel_size=stages), step_time)
     report = simulation.run()
     assert report.num_output_tokens == 20 * 401
     assert report.num_steps / 20 == pytest.approx(1 + 400 / 2.5, rel=0.03)
-    assert report.tpot_ms.p50 == pytest.approx((9.0 + 1.5) / 2.5, rel=0.03)
+    assert report.tpot_ms.p50 == pytest.approx(stages * (9.0 + draft_ms) / 2.5, rel=0.03)
     assert simulation.core._proposals is not None
     assert simulation.core._proposals.per_decode[:2] == pytest.approx((2.5, 4.0), rel=0.1)
     shape = Shape(4000, 16, 128, 2048, step_time)

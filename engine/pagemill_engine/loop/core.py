@@ -30,7 +30,7 @@ from pagemill_engine.scheduler.proposals import Proposals
 from pagemill_engine.scheduler.scheduler import Scheduler
 from pagemill_execution.runners.base import Runner
 from pagemill_execution.runners.errors import DeviceLostError
-from pagemill_execution.step import StepPlan
+from pagemill_execution.step import StepPlan, StepResult
 from pagemill_protocol.report.state import EngineLoad, StepTimeParams
 from pagemill_protocol.report.step_time import StepTimeModel
 from pagemill_protocol.request.generate import GenerateRequest
@@ -85,7 +85,7 @@ class EngineCore:
         self.num_failed_steps_in_a_row = 0
         """Number of steps that raised since the last one that succeeded."""
         self._clock = clock
-        self._depth = runner.info.stages + 1
+        self._num_stages = runner.info.stages
         self._in_flight: deque[Launched] = deque()  # behind the step that is read; none in the plain loop
         self._step_ms = 0.0
         self._last_read_s = float("-inf")
@@ -137,7 +137,7 @@ class EngineCore:
         return self._report(step)
 
     def _step_overlapped(self) -> StepOutputs:
-        while len(self._in_flight) < self._depth and (launched := self._launch()) is not None:
+        while len(self._in_flight) <= self._num_stages and (launched := self._launch()) is not None:
             self._in_flight.append(launched)
         step = self._in_flight.popleft() if self._in_flight else None
         if step is not None:
@@ -161,7 +161,8 @@ class EngineCore:
         if not plan.num_scheduled_tokens:
             return None
         started_s = self._clock()
-        if self._proposals is not None and self.overlaps and self._has_next_step and not self._in_flight:
+        waited = self.overlaps and self._has_next_step and not self._in_flight
+        if self._proposals is not None and waited and self._num_stages == 1:  # with more all wait anyway
             self._proposals.record_turn((started_s - self._last_read_s) * 1000)
         self.expected_step_ms += predicted_ms(self.step_time, plan)
         try:
@@ -192,7 +193,7 @@ class EngineCore:
             self._fail_steps_in_flight(plan)
             raise
         try:
-            self._record_step_time(step, result.draft_ms)
+            self._record_step_time(step, result)
             self.scheduler.update(plan, result)
         except BaseException as error:
             self._abandon(plan, error)
@@ -226,15 +227,16 @@ class EngineCore:
         if not isinstance(error, Exception):
             raise error
 
-    def _record_step_time(self, step: Launched, draft_ms: float) -> None:
+    def _record_step_time(self, step: Launched, result: StepResult) -> None:
         """Record the step's time: while there is work, that from one read to the next, all between them included. What
-        drafting took is no part of it (`proposing.draft`)."""
+        drafting took is no part of it (`proposing.draft`). With stages it may pass all of them without a wait."""
         now_s = self._clock()
         self._step_ms = (now_s - (self._last_read_s if self._has_next_step else step.started_s)) * 1000
-        self._last_read_s = now_s
+        self._last_read_s, ms = now_s, self._step_ms - result.draft_ms
+        ms = min(ms, (now_s - step.started_s) * 1000 / self._num_stages) if self._num_stages > 1 else ms
         if self._proposals is not None:
-            self._proposals.record_step(step.plan, self._step_ms - draft_ms)
-        self.step_timer.observe(self.step_time, step.plan, self._step_ms - draft_ms, now_s, now_s - step.started_s)
+            self._proposals.record_step(step.plan, result, ms)
+        self.step_timer.observe(self.step_time, step.plan, ms, now_s)
 
     def _report(self, step: Launched | None) -> StepOutputs:
         expected_ms = 0.0

@@ -39,11 +39,13 @@ def proposals_of(config: EngineConfig, info: RunnerInfo, ms_of: MsOf) -> Proposa
         return None
     limit, is_chosen = config.step.max_num_batched_tokens, settings != SpeculationConfig()
     most = settings.num_tokens if info.most_proposed is None else min(settings.num_tokens, info.most_proposed)
-    if not most or info.stages > 1:
+    if not most:
         if not is_chosen or settings.method == "auto":
             return None
-        why = "runs in stages, several steps at once" if most else "keeps states without room for such tokens"
-        raise _refused(f"method {settings.method} needs a model that can verify tokens; this one {why}; set it to off")
+        raise _refused(
+            f"method {settings.method} needs a model that can verify tokens; this one keeps states without room for "
+            "such tokens; set it to off"
+        )
     if is_chosen and settings.num_tokens >= limit:
         raise _refused(
             f"num_tokens is {settings.num_tokens}, but a step has {limit} tokens with the one that is sampled without "

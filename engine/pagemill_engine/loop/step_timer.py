@@ -63,16 +63,8 @@ class StepTimer:
     def __init__(self) -> None:
         self._drift = StepDrift()
 
-    def observe(
-        self, model: StepTimeModel, plan: StepPlan, ms: float, now_s: float, since_launch_s: float = math.inf
-    ) -> None:
-        """Record that a step of `plan` took `ms` milliseconds from the read of the one before it.
-
-        `since_launch_s`: seconds from its launch. A step waits for the one before it, or passes all stages without a
-        wait: of stages that take equally long, one takes the shorter of the two times that follow.
-        """
-        if model.stages > 1:
-            ms = min(ms, since_launch_s * 1000 / model.stages)
+    def observe(self, model: StepTimeModel, plan: StepPlan, ms: float, now_s: float) -> None:
+        """Record that a step of `plan` took `ms` milliseconds."""
         usual_ms = self._drift.observe(predicted_ms(model, plan), ms, now_s, with_prompt=_has_prompt(plan))
         model.observe(plan.num_tokens, plan.decode_context_tokens, plan.chunk_context_products, usual_ms)
 

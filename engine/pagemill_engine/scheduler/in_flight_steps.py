@@ -9,7 +9,7 @@ their step in flight is read, `turn_of` which decodes a step of several stages t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from pagemill_engine.scheduler.choices import WaitingChoices
@@ -95,25 +95,18 @@ def can_run_ahead(sequence: Sequence, held: WaitingChoices) -> bool:
     return not (held.num_waiting and held.fork_is_due(sequence))
 
 
-def equal_part(running: SortedSequences, in_flight: InFlightSteps, num_stages: int) -> int:
-    """Return the most decodes of a step, so that every stage has some: an equal part of all that decode, those in
-    flight included. Parts of prompts are not limited.
+def turn_of(running: SortedSequences, in_flight: InFlightSteps, num_stages: int) -> list[Sequence]:
+    """Return the running sequences of which a step may compute tokens: with one stage all. With several all that are
+    in their prefill, and an equal part of the decodes, those in flight included, so that every stage has some.
 
     As many steps decode at a time as there are stages. Another one would have the few that are left over, and take
-    nearly as long as one with an equal part.
+    nearly as long as one with an equal part. Decodes whose token is in flight wait: the first stage does not know it.
     """
     if num_stages == 1:
-        return len(running)
-    if sum(1 for step in in_flight if step.plan.decode_context_tokens) >= num_stages:
-        return 0
-    return -(-sum(1 for sequence in running if sequence.num_due_tokens <= 1) // num_stages)
-
-
-def turn_of(running: Iterable[Sequence], most: int) -> list[Sequence]:
-    """Return all that are in their prefill, and at most `most` of the decodes.
-
-    The others, and those whose token is in flight, wait for another step: its value is not known to the first stage.
-    """
+        return [*running]
+    most = 0
+    if sum(1 for step in in_flight if step.plan.decode_context_tokens) < num_stages:
+        most = -(-sum(1 for sequence in running if sequence.num_due_tokens <= 1) // num_stages)
     found = []
     for sequence in running:
         if sequence.num_due_tokens <= 1:

@@ -72,10 +72,6 @@ class Proposals:
         self._gained_ms = 0.0
         self.per_decode = (1.0, 1.0, 0.0)
         """Tokens that a decode has sampled, and computed, in a step of late, and milliseconds of drafting behind it."""
-        self._draft_ms = 0.0
-        """Of the latest step."""
-        self._num_asked = self._num_chosen = self._num_accepted = 0
-        """Of the latest step with decodes: these, and their tokens that were proposed and sampled."""
         self._turn_ms = 0.0
         """Milliseconds between a step and one that waits for its tokens, in a loop that runs ahead otherwise."""
 
@@ -88,47 +84,45 @@ class Proposals:
         wait otherwise."""
         self._turn_ms += TURN_GAIN * (ms - self._turn_ms)
 
-    def record_step(self, plan: StepPlan, ms: float) -> None:
-        """Record the time of a step, if it has decodes alone: prompts hide what proposed tokens take."""
+    def record_step(self, plan: StepPlan, result: StepResult, ms: float) -> None:
+        """Record what a step has sampled, and its time, if it has decodes alone: prompts hide what proposed tokens
+        take."""
+        if num_sampling := len(plan.samples):
+            num_proposed = sum(map(len, plan.proposals.values()))
+            num_accepted = sum(len(result.token_ids[name]) - 1 for name in plan.proposals if name in result.token_ids)
+            now = 1 + num_accepted / num_sampling, 1 + num_proposed / num_sampling, result.draft_ms
+            sampled, computed, draft_ms = (
+                before + STEP_GAIN * (latest - before) for before, latest in zip(self.per_decode, now, strict=True)
+            )
+            self.per_decode = sampled, computed, draft_ms
         if self._ms_of is not None and not plan.chunk_context_products:
             predicted_ms = self._ms_of(plan.num_tokens, plan.decode_context_tokens)
             self._measured.record(plan.num_tokens, predicted_ms, ms, proposed=bool(plan.proposals))
 
-    def choose(self, sequences: list[Sequence], all_sequences: Sequences) -> list[tuple[Sequence, list[int]]]:
-        """Return those of `sequences` for which tokens are proposed in a step, with these tokens."""
-        if not sequences:
-            return []
-        if self._num_asked:
-            now = 1 + self._num_accepted / self._num_asked, 1 + self._num_chosen / self._num_asked, self._draft_ms
-            sampled, computed, draft_ms = (
-                before + STEP_GAIN * (latest - before) for before, latest in zip(self.per_decode, now, strict=True)
-            )
-            self.per_decode, self._draft_ms = (sampled, computed, draft_ms), 0.0
-        chosen = self._chosen(sequences, all_sequences, 0)
-        self._num_asked, self._num_accepted = len(sequences), 0
-        self._num_chosen = sum(len(token_ids) for _, token_ids in chosen)
-        return chosen
-
     def keep_waiting(self, all_sequences: Sequences) -> bool:
-        """Whether the next step waits for the tokens of the step in flight: of some it is not known how many there
-        are, some are drafted behind it, or proposals behind them gain more."""
-        running = all_sequences.running
+        """Whether the next step waits for the tokens of the step in flight, where sequences run ahead of it: of some
+        it is not known how many there are, some are drafted behind it, or proposals behind them gain more."""
+        running = [*all_sequences.running]
         if any(seq.num_pending_tokens > 1 for seq in running) or any(
             step.plan.drafts for step in all_sequences.in_flight
         ):
             return True
         seqs = [seq for seq in running if seq.num_pending_tokens and not (seq.search or seq.pooling)]
-        return bool(self._chosen(seqs, all_sequences, 1))
+        return bool(self.choose(seqs, running, all_sequences.num_queued_tokens, 1))
 
-    def _chosen(
-        self, sequences: list[Sequence], all_sequences: Sequences, num_pending: int
+    def choose(
+        self, sequences: list[Sequence], turn: list[Sequence], num_queued_tokens: int, num_pending: int = 0
     ) -> list[tuple[Sequence, list[int]]]:
-        """`num_pending`: tokens of the sequences that are not known yet."""
+        """Return those of `sequences` for which tokens are proposed in a step, with these tokens.
+
+        `turn`: all running ones of which it may compute tokens. `num_queued_tokens`: of those that wait. `num_pending`:
+        tokens of the sequences that are not known yet.
+        """
         if not self._asks_all:
             sequences = [sequence for sequence in sequences if sequence.predicted_token_ids]
         if not sequences:
             return []
-        step = _step_shape(all_sequences)
+        step = _step_shape(turn, num_queued_tokens)
         if self._ms_of is not None and not can_gain(len(sequences), self._most, step, self._ms_of):
             return []
         found, chances = [], []
@@ -158,7 +152,6 @@ class Proposals:
 
     def count(self, sequence: Sequence, num_accepted: int) -> None:
         """Count the steps that a sequence does not need, since it sampled some of its proposed tokens."""
-        self._num_accepted += num_accepted
         if sequence.proposing is not None:
             self._gained_ms += sequence.proposing.token_ms * num_accepted
 
@@ -182,7 +175,8 @@ class Proposals:
                 rooms[name] = room
                 acceptances.append(source.acceptance)
         if rooms:
-            num = self._rounds.choose(acceptances, _step_shape(all_sequences), self._ms_of, self._turn_ms)
+            step = _step_shape([*all_sequences.running], all_sequences.num_queued_tokens)
+            num = self._rounds.choose(acceptances, step, self._ms_of, self._turn_ms)
             plan.drafts = {name: min(num, room) for name, room in rooms.items()} if num else {}
 
     def take_drafts(self, result: StepResult, sequences: Mapping[str, Sequence]) -> None:
@@ -191,7 +185,6 @@ class Proposals:
             return
         self._rounds.record(max(map(len, result.drafted.values())), result.draft_ms)
         self._gained_ms -= result.draft_ms
-        self._draft_ms = result.draft_ms
         for name, drafted in result.drafted.items():
             sequence = sequences.get(name)
             if sequence is None or sequence.state is not SequenceState.RUNNING or sequence.was_jumped:
@@ -225,18 +218,18 @@ class Proposals:
                 method.end(sequence)
 
 
-def _step_shape(all_sequences: Sequences) -> StepShape:
+def _step_shape(turn: list[Sequence], num_queued_tokens: int) -> StepShape:
     """Return what a step without proposals would compute. Its budget is no bound: a proposal takes the place of a
     token of a prompt then, which is what a longer step costs."""
     num_decodes = num_context_tokens = 0
-    num_tokens = all_sequences.num_queued_tokens
-    for seq in all_sequences.running:
+    num_tokens = num_queued_tokens
+    for seq in turn:
         num_due_tokens = len(seq.token_ids) + seq.num_pending_tokens - seq.num_computed_tokens
         num_tokens += num_due_tokens
         if num_due_tokens == 1:
             num_decodes += 1
             num_context_tokens += seq.num_computed_tokens
-    return StepShape(min(num_tokens, MOST_TOKENS + len(all_sequences.running)), num_decodes, num_context_tokens)
+    return StepShape(min(num_tokens, MOST_TOKENS + len(turn)), num_decodes, num_context_tokens)
 
 
 def ask(proposing: Proposing, known: list[int], most: int) -> list[float]:

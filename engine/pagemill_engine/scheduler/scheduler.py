@@ -28,7 +28,7 @@ from pagemill_engine.scheduler.admission import Admission, already_served
 from pagemill_engine.scheduler.beam_searches import BeamSearches, clash, sequences_to_abort
 from pagemill_engine.scheduler.builder import StepBuilder, note_changes, prompt_targets, reusable_tokens
 from pagemill_engine.scheduler.finish import finish_reason
-from pagemill_engine.scheduler.in_flight_steps import InFlightStep, can_run_ahead, equal_part, turn_of
+from pagemill_engine.scheduler.in_flight_steps import InFlightStep, can_run_ahead, turn_of
 from pagemill_engine.scheduler.order import POLICIES
 from pagemill_engine.scheduler.order.sorted_sequences import (
     LOW_PRIORITY_SERVING,
@@ -162,13 +162,14 @@ class Scheduler:
                 self._schedule_alone(probing[0], step)
         else:
             proposals = self._proposals if self._proposals is not None and self._proposals.is_active else None
-            if proposals is not None and self._in_flight and proposals.keep_waiting(self._sequences):
+            runs_ahead = self._in_flight and self._num_stages == 1
+            if proposals is not None and runs_ahead and proposals.keep_waiting(self._sequences):
                 return step.plan
             self._sequences.preempt_low_priority(self.limits.max_num_seqs)
-            preemptions = self.num_preemptions
+            preemptions, turn = self.num_preemptions, turn_of(self._running, self._in_flight, self._num_stages)
             if proposals is not None:
-                self._schedule_proposals(proposals, step)
-            prefills = self._schedule_decodes(step)
+                self._schedule_proposals(proposals, turn, step)
+            prefills = self._schedule_decodes(turn, step)
             self._schedule_prefills(prefills, step, preemptions)
             if proposals is not None:
                 proposals.plan_drafts(step.plan, self._sequences)
@@ -195,12 +196,11 @@ class Scheduler:
             begin_masks([self._sequences.by_id[name] for name in plan.token_masks])
         self._in_flight.launch(plan)
 
-    def _schedule_proposals(self, proposals: Proposals, step: StepBuilder) -> None:
+    def _schedule_proposals(self, proposals: Proposals, turn: list[Sequence], step: StepBuilder) -> None:
         """Schedule the decodes for which tokens are proposed, as long as all others have budget and blocks."""
-        left, num_running, one_block = step.budget - len(self._running), len(self._running), [1] * len(self.kv.kinds)
-        turn = turn_of(self._running, equal_part(self._running, self._in_flight, self._num_stages))
+        left, num_running, one_block = step.budget - len(turn), len(self._running), [1] * len(self.kv.kinds)
         seqs = [seq for seq in turn if may_propose(seq) and not self._choices.fork_is_due(seq)]
-        for seq, token_ids in proposals.choose(seqs, self._sequences):
+        for seq, token_ids in proposals.choose(seqs, turn, self._sequences.num_queued_tokens):
             if left < 1 or not self.kv.has_room(one_block, step.reserved, num_running):
                 return
             found = proposals.fitting(seq, token_ids, left)
@@ -209,16 +209,13 @@ class Scheduler:
                 step.verify(seq, found, allocation)
                 left -= len(found.token_ids)
 
-    def _schedule_decodes(self, step: StepBuilder) -> list[Sequence]:
-        """Schedule all decodes. Returns the running sequences that are still in their prefill."""
+    def _schedule_decodes(self, turn: list[Sequence], step: StepBuilder) -> list[Sequence]:
+        """Schedule the decodes of `turn`. Returns those of it that are still in their prefill."""
         prefills = []
         overlaps, held, allocate = len(self._in_flight) > 0, self._choices, self.kv.allocate
         # The hottest loop of the scheduler: attributes are looked up once and function calls avoided.
         running, scheduled, num_context_tokens = SequenceState.RUNNING, step.plan.num_scheduled_tokens, 0
-        decodes = [seq for seq in self._running if seq.request_id not in scheduled] if scheduled else [*self._running]
-        if self._num_stages > 1:
-            decodes = turn_of(decodes, equal_part(self._running, self._in_flight, self._num_stages) - len(scheduled))
-        for seq in decodes:
+        for seq in [seq for seq in turn if seq.request_id not in scheduled] if scheduled else turn:
             if seq.state is not running or (overlaps and not can_run_ahead(seq, held)):
                 continue
             num_computed_tokens = seq.num_computed_tokens

@@ -82,8 +82,8 @@ def _find(config: ExecutionConfig, path: Path, spec: ModelSpec) -> DraftModel | 
         raise _refused(f"`{spec.architecture}` generates no text, so nothing can be drafted for it. Remove it.")
     if config.pipeline_parallel_size > 1:
         raise _refused(
-            f"stages verify no proposed tokens, and method {settings.method} proposes them. Set pipelineParallel to 1, "
-            "or method to auto."
+            f"what drafts computes in no stages, and method {settings.method} drafts. Set pipelineParallel to 1, or "
+            "method to ngram."
         )
     longest = min(config.max_model_len or spec.max_position_embeddings, spec.max_position_embeddings)
     if all(window is not None and window < longest for window in spec.decoder.windows()):

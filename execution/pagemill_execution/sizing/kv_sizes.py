@@ -100,7 +100,7 @@ def most_proposed_of(config: ExecutionConfig, spec: ModelSpec, total: int) -> in
     By default, which proposes only what some clients predict, these take a small part of the cache.
     """
     settings = config.speculative
-    if settings.method == "off" or spec.pooling is not None or config.pipeline_parallel_size > 1:
+    if settings.method == "off" or spec.pooling is not None:
         return 0
     if settings != SpeculationConfig():
         return settings.num_tokens

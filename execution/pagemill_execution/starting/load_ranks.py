@@ -485,16 +485,10 @@ def _within(layers: tuple[int, ...], stage: Range) -> tuple[int, ...]:
 
 def check_settings(config: ExecutionConfig, compute: Compute) -> None:
     """Raise `LoadError` for settings with which ranks do not follow plans."""
-    if config.pipeline_parallel_size == 1:
-        return
-    if compute.backend != "triton" and not compute.is_native and compute.activation_dtype != "float32":
+    passes_on = config.pipeline_parallel_size > 1 and compute.backend != "triton"
+    if passes_on and not compute.is_native and compute.activation_dtype != "float32":
         raise LoadError(
             "SettingsUnsupported",
             f"Stages pass float32 on, but this model computes in {compute.activation_dtype} on torch. Set "
             "pipelineParallel to 1 or dtype to float32.",
-        )
-    if config.speculative.method == "ngram":
-        raise LoadError(
-            "SettingsUnsupported",
-            "Stages verify no proposed tokens. Set pipelineParallel to 1 or the speculative method to auto.",
         )

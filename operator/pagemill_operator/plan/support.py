@@ -38,7 +38,7 @@ def pods_per_replica(spec: LLMDeploymentSpec, backend: Backend) -> int:
 
 def find_problems(spec: LLMDeploymentSpec, backend: Backend) -> Iterator[Problem]:
     """Return the problems of the spec, or of the valid part of a partially read one."""
-    checks = [_quantization_problems, _float16_problems, _pipeline_parallel_problems]
+    checks = [_quantization_problems, _float16_problems]
     checks += [_process_problems, _gpu_problems, _policy_problems]
     if backend == "local":
         checks += [_env_problems, _credentials_problems]
@@ -130,13 +130,6 @@ def _pod_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
             f"{gpus} GPUs; remove it, or set spec.resources.gpus to {size // pods}"
         )
         yield Problem("spec.engine.podsPerReplica", pods, message)
-
-
-def _pipeline_parallel_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
-    size, speculative = spec.engine.pipeline_parallel, spec.engine.speculative
-    if size > 1 and speculative is not None and speculative.method == "ngram":
-        message = "stages verify no proposed tokens; set it to 1, or spec.engine.speculative.method to auto"
-        yield Problem("spec.engine.pipelineParallel", size, message)
 
 
 def _process_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:

@@ -163,15 +163,16 @@ def asked(engine: Engine) -> dict[str, tuple[list[int], list[Any]]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "settings"), [
-    ("Llama", {}),
-    pytest.param("Llama", {"quantization": "int4"}, marks=pytest.mark.full),
-    pytest.param("Llama", {"quantization": "int8", "kv_cache_dtype": "int8"}, marks=pytest.mark.full),
-    pytest.param("Mixtral", {"quantization": "int4"}, marks=pytest.mark.full),
-    pytest.param("Olmo2", {}, marks=pytest.mark.full),
+@pytest.mark.parametrize(("kind", "settings", "stages"), [
+    ("Llama", {}, 1),
+    pytest.param("Llama", {}, 2, marks=pytest.mark.full),
+    pytest.param("Llama", {"quantization": "int4"}, 1, marks=pytest.mark.full),
+    pytest.param("Llama", {"quantization": "int8", "kv_cache_dtype": "int8"}, 1, marks=pytest.mark.full),
+    pytest.param("Mixtral", {"quantization": "int4"}, 1, marks=pytest.mark.full),
+    pytest.param("Olmo2", {}, 1, marks=pytest.mark.full),
 ])  # fmt: skip
 def test_devices_answer_what_one_does_whatever_is_asked(
-    kind: str, settings: dict[str, Any], tmp_path: Path, devices: Load, runner_loader: Any
+    kind: str, settings: dict[str, Any], stages: int, tmp_path: Path, devices: Load, runner_loader: Any
 ) -> None:
     """With masks, biases, penalties, filters and log probabilities, n-grams and cached prefixes."""
     folder = saved(kind, tmp_path)
@@ -179,8 +180,8 @@ def test_devices_answer_what_one_does_whatever_is_asked(
     alone = Engine(single, Proposals([Ngrams()], can_verify=single.info.can_verify))
     expected = [asked(alone), asked(alone)]
     single.close()
-    runner = devices(folder, **settings)
-    engine = Engine(runner, Proposals([Ngrams()], can_verify=runner.info.can_verify))
+    runner = devices(folder, 2, stages, **settings)
+    engine = Engine(runner, Proposals([Ngrams()], can_verify=runner.info.can_verify), overlap=stages > 1)
     for found, theirs in zip([asked(engine), asked(engine)], expected, strict=True):
         for name in ASKED:
             assert found[name][0] == theirs[name][0], name
@@ -201,17 +202,25 @@ def test_devices_divide_heads_with_states(name: str, tmp_path: Path, devices: Lo
     assert Engine(devices(tmp_path)).run(prompts_of(1)[:2], SHORT) == expected
 
 
-@pytest.mark.full
-def test_devices_verify_proposed_tokens(llama_folder: Path, devices: Load, runner_loader: Any) -> None:
+@pytest.mark.parametrize(("tensor", "stages"), [
+    pytest.param(2, 1, marks=pytest.mark.full),
+    pytest.param(1, 2, marks=pytest.mark.slow),
+    pytest.param(2, 2, marks=pytest.mark.full),
+])  # fmt: skip
+def test_devices_verify_proposed_tokens(
+    tensor: int, stages: int, llama_folder: Path, devices: Load, runner_loader: Any
+) -> None:
     prompts = [[5, 6, 7, 8 + index] for index in range(3)]
-    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
     single = runner_loader(llama_folder, **DEVICES)
     expected = Engine(single).run(prompts, params)
     single.close()
     texts = [prompt + tokens for prompt, (tokens, _) in zip(prompts, expected, strict=True)]
-    engine = Engine(devices(llama_folder), Proposals([oracle(texts, random.Random(4), 0.3, BASE["vocab_size"])]))
+    proposals = Proposals([oracle(texts, random.Random(4), 0.3, BASE["vocab_size"])])
+    engine = Engine(devices(llama_folder, tensor, stages), proposals, overlap=stages > 1)
     assert engine.run(prompts, params) == expected
-    assert engine.core.num_steps < 16
+    assert engine.core.num_steps < 10 * stages
+    assert engine.num_accepted > 5
 
 
 @pytest.mark.full

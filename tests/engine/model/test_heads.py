@@ -516,7 +516,7 @@ def test_memory_of_heads_is_part_of_the_plan(folders: dict[str, Path]) -> None:
         ({"num_hidden_layers": 2}, {}, "EAGLE-3 heads of 2 layers"),
         ({"architectures": ["LlamaForCausalLM"]}, {}, "names no EAGLE-3 head"),
         ({}, {"max_num_batched_tokens": 3, "max_num_seqs": 3}, "num_tokens is 3, but a step has 3 tokens"),
-        ({}, {"pipeline_parallel_size": 2, "num_threads": 2}, "stages verify no proposed tokens, and method eagle3"),
+        ({}, {"pipeline_parallel_size": 2, "num_threads": 2}, "computes in no stages, and method eagle3 drafts"),
     ],
     ids=str,
 )

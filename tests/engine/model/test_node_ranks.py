@@ -61,8 +61,8 @@ DRAWN = [
 """Rows of which ranks exchange what they draw, candidates, or all logits."""
 
 
-def all_answers(runner: Any) -> list[Any]:
-    engine = Engine(runner)
+def all_answers(runner: Any, engine: Engine | None = None) -> list[Any]:
+    engine = engine or Engine(runner)
     return [engine.run(prompts_of(seed), params) for seed, params in enumerate([*ROUNDS, ROUNDS[0], *DRAWN])]
 
 
@@ -83,6 +83,23 @@ def test_nodes_give_the_tokens_of_one_process(
     nodes = [NodeThread(of_node(config, rank)) for rank in range(1, size)]
     runner = load_first(config)
     assert all_answers(runner) == expected
+    runner.close()
+    assert [node.join() for node in nodes] == [None] * len(nodes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_nodes_with_stages_verify_proposed_tokens(llama_folder: Path, expected: list[Any], size: int) -> None:
+    """The second time all is proposed that was answered the first time."""
+    config = node_config(llama_folder, size, 2, count=size)
+    nodes = [NodeThread(of_node(config, rank)) for rank in range(1, size)]
+    runner = load_first(config)
+    engine = Engine(runner, speculative=SpeculationConfig(method="ngram"))
+    assert engine.core._proposals is not None
+    engine.core._proposals._ms_of = None
+    for _ in range(2):
+        assert all_answers(runner, engine) == expected
+    assert engine.num_accepted > 100
     runner.close()
     assert [node.join() for node in nodes] == [None] * len(nodes)
 

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 from oracle_proposer import oracle
-from ranked_engine import BASE, LONG, SETTINGS, Engine, Ranks, answers, prompts_of, saved
+from ranked_engine import BASE, LONG, ROUNDS, SETTINGS, Engine, Ranks, answers, prompts_of, saved
 
 from pagemill_engine.scheduler.proposals import Proposals
 from pagemill_execution.config import SpeculationConfig
+from pagemill_execution.runners.ranks.ranked import RanksLostError
 from pagemill_execution.weights.errors import LoadError
 from pagemill_kernels.cpu import library
+from pagemill_protocol.request.generate import GenerateRequest
 from pagemill_protocol.request.sampling import SamplingParams
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.unavailable_reason()}")
 NUM_LAYERS = 3
+TWO = SamplingParams(temperature=1.0, seed=7, max_tokens=40, ignore_eos=True, allowed_token_ids=[5, 6])
 FIRST = [[5, 6, 7, 8 + index] for index in range(8)]
 
 
@@ -90,14 +95,44 @@ def test_every_stage_has_a_step(three_layers: Path, ranks: Ranks, monkeypatch: p
     assert any(ahead == 3 and num_tokens for ahead, _, num_tokens in plans)
 
 
-@pytest.mark.parametrize("error_rate", [pytest.param(0.0, marks=pytest.mark.full), 0.4])
-def test_stages_verify_proposed_tokens(three_layers: Path, ranks: Ranks, runner_loader: Any, error_rate: float) -> None:
-    single = runner_loader(three_layers, **SETTINGS)
-    expected = Engine(single).run(FIRST, LONG)
+@pytest.mark.parametrize(("size", "num_stages", "error_rate"), [
+    pytest.param(3, 3, 0.0, marks=pytest.mark.full),
+    (3, 3, 0.4),
+    pytest.param(4, 2, 0.4, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_stages_verify_proposed_tokens(
+    three_layers: Path, ranks: Ranks, runner_loader: Any, size: int, num_stages: int, error_rate: float
+) -> None:
+    """An oracle's, clients' predictions and n-grams; a stage that ends meanwhile is named."""
+    prompts, single = FIRST[:4], runner_loader(three_layers, deterministic=True, **SETTINGS)
+    expected = [Engine(single).run(prompts, params) for params in (LONG, ROUNDS[1], TWO)]
     single.close()
-    texts = [prompt + tokens for prompt, (tokens, _) in zip(FIRST, expected, strict=True)]
-    proposals = Proposals([oracle(texts, random.Random(4), error_rate, BASE["vocab_size"])])
-    assert Engine(ranks(three_layers, 3, num_stages=3), proposals).run(FIRST, LONG) == expected
+    runner: Any = ranks(three_layers, size, num_stages=num_stages, deterministic=True)
+    for params, found in zip((LONG, ROUNDS[1]), expected, strict=False):
+        texts = [prompt + tokens for prompt, (tokens, _) in zip(prompts, found, strict=True)]
+        engine = Engine(runner, Proposals([oracle(texts, random.Random(4), error_rate, BASE["vocab_size"])]))
+        assert engine.run(prompts, params) == found
+        assert engine.num_accepted > len(prompts)
+    predicting = Engine(runner, speculative=SpeculationConfig(method="ngram"))
+    assert predicting.core._proposals is not None
+    predicting.core._proposals._ms_of = None  # as many as are found: what they gain depends on this machine's times
+    for index, (prompt, (tokens, _)) in enumerate(zip(prompts, expected[0], strict=True)):
+        predicted = tokens[:20] if index % 2 else []
+        predicting.core.add(GenerateRequest(
+            request_id=f"r{index}", model="test", prompt_token_ids=prompt, sampling=LONG, predicted_token_ids=predicted
+        ))  # fmt: skip
+    assert predicting.run([], LONG) == expected[0]
+    assert predicting.num_accepted > 15 * len(prompts) // 2
+    predicting.num_accepted = 0
+    assert [tokens for tokens, _ in predicting.run(prompts, TWO)] == [tokens for tokens, _ in expected[2]]
+    assert predicting.num_accepted > 10 * len(prompts), "n-grams of two tokens are often right"
+    first = runner._followers.ids[-1]
+    predicting.add(prompts, TWO)
+    predicting.core.step()
+    predicting.core.step()
+    os.kill(first, signal.SIGKILL)
+    with pytest.raises(RanksLostError, match=rf"rank {size - 1} \(process {first}\) ended with the signal SIGKILL"):
+        predicting.run_out()
 
 
 def test_stages_that_cannot_be_are_refused(three_layers: Path, ranks: Ranks) -> None:
@@ -105,5 +140,3 @@ def test_stages_that_cannot_be_are_refused(three_layers: Path, ranks: Ranks) -> 
         LoadError, match=r"3 layers cannot be divided into 4 stages\. Lower pipelineParallel to at most 3"
     ):
         ranks(three_layers, 4, num_stages=4)
-    with pytest.raises(LoadError, match="Stages verify no proposed tokens"):
-        ranks(three_layers, 2, num_stages=2, speculative=SpeculationConfig(method="ngram"))

@@ -29,16 +29,26 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+def an_llm(method: str, **more: Any) -> LLM:
+    """Return an engine that proposes as many tokens as are found: what they gain depends on this machine's times."""
+    settings: dict[str, Any] = {"max_model_len": 512, "num_kv_blocks": 64, "deterministic": True}
+    llm = LLM(MODEL, speculative_config={"method": method}, **settings, **more)
+    if llm._core._proposals is not None:
+        llm._core._proposals._ms_of = None
+    return llm
+
+
 @pytest.fixture(scope="module")
 def llms() -> Iterator[tuple[LLM, LLM]]:
-    """Without proposals, and with: as many as are found, since what they gain depends on this machine's times."""
-    settings: dict[str, Any] = {"max_model_len": 512, "num_kv_blocks": 64, "deterministic": True}
-    both = [LLM(MODEL, speculative_config={"method": method}, **settings) for method in ("off", "ngram")]
-    assert both[1]._core._proposals is not None
-    both[1]._core._proposals._ms_of = None
-    yield both[0], both[1]
-    for llm in both:
-        llm.close()
+    """Without proposals, and with."""
+    with an_llm("off") as plain, an_llm("ngram") as proposing:
+        yield plain, proposing
+
+
+@pytest.fixture(scope="module")
+def staged() -> Iterator[tuple[LLM, LLM]]:
+    with an_llm("off", pipeline_parallel_size=2) as plain, an_llm("ngram", pipeline_parallel_size=2) as proposing:
+        yield plain, proposing
 
 
 def answers(llm: LLM, names: list[str]) -> tuple[list[Any], int]:
@@ -63,8 +73,10 @@ def test_a_request_gets_what_it_would_get_without_proposals(llms: tuple[LLM, LLM
 
 
 @pytest.mark.slow
-def test_so_do_all_of_them_together(llms: tuple[LLM, LLM]) -> None:
-    """Twice: the second time their prompts are cached, with what was proposed for others."""
+@pytest.mark.parametrize("name", ["llms", "staged"])
+def test_so_do_all_of_them_together(request: pytest.FixtureRequest, name: str) -> None:
+    """Twice: the second time their prompts are cached, with what was proposed for others. In stages, too."""
+    llms = request.getfixturevalue(name)
     for _ in range(2):
         (plain, _), (found, num_accepted) = (answers(llm, list(CASES)) for llm in llms)
         assert found == plain

@@ -333,9 +333,12 @@ class FollowingDeviceRunner(_RankRunner):
         step, released = unfinished.step, unfinished.released
         own = [place for place in step.sampling.tolist() if step.request_ids[place] not in released]
         # A failed request has no token; its row is released before it is read again.
-        tokens = [sampled.sampled.get(step.request_ids[place], [0])[-1] for place in own]
-        rows, starts = step.rows[own], np.arange(len(own) + 1, dtype=np.int32)
+        runs = [sampled.sampled.get(step.request_ids[place], [0]) for place in own]
+        rows, widths = step.rows[own], np.diff(step.sample_start_loc)[own]
+        starts = np.concatenate(([0], np.cumsum(widths)), dtype=np.int32)
+        tokens = np.full(starts[-1], -1, dtype=np.int64)  # behind a run nothing was sampled
+        for start, run in zip(starts.tolist(), runs, strict=False):
+            tokens[start : start + len(run)] = run
         _, at = Staging().upload(rows, np.zeros_like(starts), starts, self._ops.device)
-        found = upload(np.array(tokens, dtype=np.int64), self._ops.device)
-        self._on_device.advance_rows(self._state, at, found)
-        self._rows.num_tokens[rows] += 1
+        self._on_device.advance_rows(self._state, at, upload(tokens, self._ops.device))
+        self._rows.num_tokens[rows] += [len(run) for run in runs]

@@ -81,15 +81,16 @@ class StepTimePieces(NamedTuple):
 def in_rounds(params: StepTimeParams) -> StepTimeParams:
     """Return the times of rounds: all steps in flight, of which each has an equal part of the tokens.
 
-    A request decodes once in a round of as many steps as there are stages; one alone passes them one after the other.
+    A request decodes once in a round of as many steps as there are stages; one alone passes them one after the other,
+    with all tokens that it computes in one step.
     """
     if params.stages <= 1 or not params.knots_tokens:
         return params
-    steps = params.stages
+    steps, alone_ms = params.stages, StepTimeModel.from_params(params).predict_ms(round(params.computed_per_decode))
     return msgspec.structs.replace(
         params,
         knots_tokens=[1, *(steps * knot for knot in params.knots_tokens)],
-        knot_ms=[params.stages * params.knot_ms[0], *(steps * ms for ms in params.knot_ms)],
+        knot_ms=[steps * max(ms, alone_ms) for ms in (params.knot_ms[0], *params.knot_ms)],
         stages=1,
     )
 
