@@ -6,7 +6,6 @@ the measuring of memory are then not run.
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -21,7 +20,7 @@ import device_rank
 import numpy as np
 import pytest
 import torch
-from device_rank import Plan
+from device_rank import fails
 from hung_processes import hang
 from hybrid_models import ALL, write_hybrid
 from node_engine import NodeProcess, load_first, node_config, of_node
@@ -82,13 +81,6 @@ def devices() -> Iterator[Load]:
     yield load
     for runner in made:
         runner.close()
-
-
-def fails(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
-    """Let the followers that are loaded next do something else."""
-    monkeypatch.setattr(load_ranks, "RANK_PROCESS", "device_rank")
-    monkeypatch.setenv("PYTHONPATH", str(Path(device_rank.__file__).parent))
-    monkeypatch.setenv(device_rank.VARIABLE, json.dumps(plan))
 
 
 def lost(engine: Engine, disturb: Callable[[], object] = lambda: None) -> tuple[str, float]:

@@ -53,8 +53,11 @@ class DeviceHead:
 
     classifier: Callable[[Tensor], Tensor] | None = None
 
-    def __init__(self, layers: HeadLayers, target: Decoder, token_ids: NDArray[np.int64] | None) -> None:
-        """`token_ids`: the tokens of the head's own vocabulary; None: its logits are the target's."""
+    def __init__(
+        self, layers: HeadLayers, target: Decoder, whole: Decoder, token_ids: NDArray[np.int64] | None
+    ) -> None:
+        """`whole`: has the embedding and head of which `target` may be one rank's part. `token_ids`: the tokens of the
+        head's own vocabulary; None: its logits are the target's."""
         self.spec, self.dtype = layers.spec, layers.dtype
         self.layers: list[DecoderLayer] = [layers.layer]
         self.weight_layers = layers.weight_layers
@@ -62,7 +65,7 @@ class DeviceHead:
         assert reads is not None
         self._read = reads.layers_of(target.spec.num_layers)
         target.keeps_before = frozenset(self._read)
-        self._head, self._target = layers, target
+        self._head, self._target, self._whole = layers, target, whole
         self._token_ids = (
             None if token_ids is None else torch.from_numpy(token_ids).to(layers.embedding_norm.weight.device)
         )
@@ -76,7 +79,7 @@ class DeviceHead:
     def compute_logits(self, hidden: Tensor, context: ProductContext = ALONE) -> Tensor:
         """Return logits of the target's vocabulary."""
         if self._token_ids is None:
-            return self._target.compute_logits(hidden)
+            return self._whole.compute_logits(hidden)
         own = self._head.compute_logits(hidden)
         logits = own.new_full((len(own), self._target.spec.vocab_size), -torch.inf)
         return logits.index_copy_(1, self._token_ids, own)

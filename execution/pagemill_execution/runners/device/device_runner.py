@@ -124,7 +124,11 @@ class DeviceRunner:
             return InFlight([], error=skipped, earlier_failure=self._unread_failure)
         try:
             with torch.inference_mode():
-                return self._queue(plan)
+                handle, step = self._queue(plan)
+                self._end()
+                if self._drafter is not None and step is not None:
+                    handle.read_drafts = self._drafter.run(plan.drafts, step)
+                return handle
         except Exception as error:
             self._unread_failure = InFlight([], error=self._explained(error))
             return self._unread_failure
@@ -250,7 +254,11 @@ class DeviceRunner:
         if self._drafter is not None:
             self._drafter.forget_graphs()
 
-    def _queue(self, plan: StepPlan) -> InFlight:
+    def _end(self) -> None:
+        """Do what comes behind a queued step, and before what drafts behind it."""
+
+    def _queue(self, plan: StepPlan) -> tuple[InFlight, DeviceStep | None]:
+        """Queue a step; None: it has no tokens."""
         staging = Staging()
         known = {each.request_id for each in plan.admitted if self._rows.row(each.request_id) is not None}
         self._rows.apply(plan, self._sampling, staging)
@@ -266,7 +274,7 @@ class DeviceRunner:
         if self._drafter is not None and plan.tables:
             self._drafter.draft.kv_cache.copy_blocks([plan.tables[0].copies])
         if not plan.num_scheduled_tokens:
-            return InFlight([])
+            return InFlight([]), None
         inputs = self._inputs(step) if graph is None else graph.inputs
         self._build(at, padded, inputs, self._rows.states_of(step) or NO_STATES)
         adapters = self._adapters_of(padded, graph) if adapted else None
@@ -275,9 +283,7 @@ class DeviceRunner:
             handle = self._report_and_sample(plan, at, step, inputs, hidden, adapters)
         else:
             handle = self._sample(plan, at, step, self._logits(step, inputs, graph, adapters), inputs.settings)
-        if self._drafter is not None:
-            handle.read_drafts = self._drafter.run(plan.drafts, step)
-        return handle
+        return handle, step
 
     def _adapters_of(self, padded: DeviceStep, graph: CapturedGraph | None) -> TritonAdapterRows:
         """Return the adapters of the padded step's tokens, in the graph's buffer if there is one."""
