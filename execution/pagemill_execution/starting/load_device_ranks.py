@@ -161,14 +161,16 @@ def following(
 
 
 def _draft(
-    prepared: PreparedModel, draft: DraftModel, spec: ModelSpec, target: Decoder, max_model_len: int
+    prepared: PreparedModel, draft: DraftModel, spec: ModelSpec, target: Decoder, max_model_len: int, num_blocks: int
 ) -> DeviceDraft:
     """Load what drafts, whole. A head also gets the model's embedding and head whole, unless it has its own."""
     whole = None
     if draft.asks_target:
         part = without_layers(spec)
         whole = load_decoder(part.spec, prepared.compute, part.weights(prepared.weights, spec.decoder))
-    return load_device_draft(draft, prepared, target, max_model_len, whole)
+    found = load_device_draft(draft, prepared, target, max_model_len, whole)
+    found.resize(num_blocks, prepared.config.step.max_num_seqs)
+    return found
 
 
 def _load(
@@ -184,14 +186,14 @@ def _load(
     make: Callable[..., Made],
     store: HeldAdapters | None,
     draft_block_bytes: int,
-    drafting: Callable[[Decoder, int], DeviceDraft] | None = None,
+    drafting: Callable[[Decoder, int, int], DeviceDraft] | None = None,
 ) -> Made:
     """Load a rank's part, and size its cache as that of all ranks. Raises `LoadError`, and `GroupAborted` if another
     rank is lost.
 
     `spec`, `weights`: of the whole model. `info`: with the number of blocks that is used where nothing is measured.
-    `make`: the class of the rank's runner, with its last arguments. `drafting`: loads what drafts for a rank's part and
-    texts of a length; `draft_block_bytes`: of `cache_kinds`.
+    `make`: the class of the rank's runner, with its last arguments. `drafting`: loads what drafts for a rank's part,
+    texts of a length and a number of blocks; `draft_block_bytes`: of `cache_kinds`.
     """
     ops, dtype = compute.ops, TORCH_TYPES[compute.activation_dtype]
     before = measure_device(ops.device)
@@ -216,8 +218,7 @@ def _load(
         slots = DeviceTables(part.spec.decoder, config.max_loras, config.max_lora_rank, dtype, ops.device)
         adapters = DeviceAdapters(store, slots, config.step.max_num_seqs)
     if drafting is not None:
-        draft = drafting(model, max_model_len)
-        draft.resize(counts[0], config.step.max_num_seqs)
+        draft = drafting(model, max_model_len, counts[0])
         info = info._replace(drafts=True, weight_bytes=info.weight_bytes + weight_bytes(draft.model))
         make = partial(make, draft=draft)
     arguments = model, ops, kv_cache, rotations, info, config.step.max_num_seqs, adapters
@@ -225,9 +226,8 @@ def _load(
     if compiles:
         kept_kernels(config.kernel_cache_dir)
         sizes = sizes_of(config, own, part.spec, storage_forms(compute))
-        if drafting is not None:
-            of_both = sizes.kv_bytes_per_token + draft_block_bytes // config.block_size
-            sizes = sizes._replace(kv_bytes_per_token=of_both)
+        of_draft = 0 if drafting is None else draft_block_bytes // config.block_size
+        sizes = sizes._replace(kv_bytes_per_token=sizes.kv_bytes_per_token + of_draft)
         least = partial(meeting.least, rank, config.num_ranks, look=signals.look)
         profile_memory(runner, config, spec, sizes, before, CudaMeter(), least, draft_block_bytes)
         if config.cuda_graphs:

@@ -168,22 +168,23 @@ def test_rank_0_of_devices_drafts(
     if of == "drafts":
         with make(folders, of, drafts=False, device="cuda") as llm:
             plain = answers(llm)[0]
-    settings = {"device": "cuda", "tensor_parallel_size": 2, "num_threads": 2}
+    settings: dict[str, Any] = {"device": "cuda", "tensor_parallel_size": 2, "num_threads": 2}
     if kind == "recorded":
         fails(monkeypatch, {"records": True})
     with recording(recorder) if kind == "recorded" else nullcontext():
         llm = make(folders, of, **settings)
+    runner: Any = llm._core.runner
     ends, run = [], DeviceDrafter.run
 
     def noted(self: DeviceDrafter, *given: Any) -> Any:
-        ends.append(llm._core.runner._group._marks.read().exchange == END)
+        ends.append(runner._group._marks.read().exchange == END)
         return run(self, *given)
 
     monkeypatch.setattr(DeviceDrafter, "run", noted)
     with llm:
         for _ in range(1 + (kind == "drafts")):
-            assert llm._core.runner.sleep() > 0
-            llm._core.runner.wake()
+            assert runner.sleep() > 0
+            runner.wake()
             llm._core.scheduler.kv.reset_prefix_cache()
             ours, num_proposed, num_accepted = answers(llm)
             assert ours == plain
