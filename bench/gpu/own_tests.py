@@ -44,6 +44,7 @@ ENGINE_FILES = {
     "tests/engine/model/test_device_runner.py": "",
     "tests/engine/model/test_device_hybrids.py": "",
     "tests/engine/model/test_drafts_on_device.py": "",
+    "tests/engine/model/test_verified_tokens_on_device.py": "",
     "tests/engine/model/test_triton_engine.py": "",
     "tests/engine/model/test_settled_memory.py": "",
 }

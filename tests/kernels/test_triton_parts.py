@@ -204,6 +204,27 @@ def test_penalties_count_the_tokens_that_are_drawn() -> None:
     assert int((whole.penalties.in_output - batch.penalties.in_output).sum()) == 2
 
 
+def test_rows_behind_proposed_tokens_are_those_of_one_device() -> None:
+    """The first request samples all that is proposed, the second only the first token."""
+    ranks, logits, draws = Ranks(2, 50), logits_of(7, 50, 3, 0.2), draws_of([{"temperature": 0.0}] * 7, 0)
+    logits[1:4] = logits[0]
+    places, packed = np.array([0, 0, 0, 0, 1, 1, 1]), triton_launch.pack_draws(draws, logits)
+    given = penalties_of(list(range(7)), 50)
+    proposed = np.full(7, -1)
+    batch = SamplingBatch(penalties=given._replace(count_rows=places, proposed=proposed))
+    for row in (0, 1, 2, 4, 5):
+        drawn = triton_launch.draw_tokens(logits, copied(batch), packed).read().token_ids[row]
+        proposed[row + 1] = (drawn + (row == 5)) % 50
+    whole = copied(batch)
+    expected = triton_launch.draw_tokens(logits, whole, packed).read().token_ids
+    assert_same(ranks, logits, batch, draws)
+    assert whole.penalties is not None
+    assert torch.equal(torch.cat([ranks.counts[0], ranks.counts[1]], dim=1), whole.penalties.in_output)
+    added = (whole.penalties.in_output - given.in_output).cpu().numpy()
+    for place, own in enumerate((expected[:4], expected[4:6])):
+        assert added[place].tolist() == np.bincount(own, minlength=50).tolist()
+
+
 def test_reports_of_prompts_are_those_of_one_device() -> None:
     ranks, logits = Ranks(3, 90), logits_of(4, 90, 4)
     tokens = torch.tensor([0, 89, 31, 45], device=DEVICE)

@@ -201,6 +201,48 @@ def test_sampled_tokens_are_counted_for_penalties() -> None:
     assert more[torch.from_numpy(penalties.count_rows), torch.from_numpy(found.token_ids[penalties.rows])].all()
 
 
+PROPOSED = [[], [7, 7, 82, 7], [0, 5], [64, 3, 64]]
+"""Proposed tokens by request. The one with index 2 has no penalties."""
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    repetition=st.sampled_from([1.0, 0.5, 1.8]),
+    frequency=st.sampled_from([0.0, 0.7, -2.0]),
+    presence=st.sampled_from([0.0, -1.0, 1.5]),
+)
+def test_rows_behind_proposed_tokens_are_penalised_and_counted_as_one_by_one(seed: int, **values: float) -> None:
+    owners = np.repeat(np.arange(4), [1 + len(each) for each in PROPOSED])
+    rows, tables = np.flatnonzero(owners != 2), penalties_of(7, 83, seed)
+    penalties = tables._replace(
+        rows=rows,
+        settings=PENALTIES.filled(len(rows), {f"{name}_penalty": value for name, value in values.items()}),
+        count_rows=owners[rows],
+        proposed=np.concatenate([[-1, *each] for each in PROPOSED])[rows],
+    )
+    logits, sampled = logits_of(len(owners), 83, seed), np.random.default_rng(seed).integers(0, 83, len(owners))
+    expected, counts, row = logits.numpy().copy(), tables.in_output.numpy().copy(), 0
+    for owner, proposed in enumerate(PROPOSED):
+        known, right = counts.copy(), np.random.default_rng(seed + owner).integers(0, len(proposed) + 1)
+        sampled[row : row + right] = proposed[:right]
+        for place in range(len(proposed) + 1):
+            if owner != 2:
+                before, own = tables._replace(in_prompt=tables.in_prompt.numpy(), in_output=known), np.array([row])
+                one = before._replace(rows=own, settings=penalties.settings[:1], count_rows=np.array([owner]))
+                apply_penalties(expected, one)
+                counts[owner, sampled[row]] += place == 0 or sampled[row - place : row].tolist() == proposed[:place]
+            known[owner, proposed[place : place + 1]] += 1
+            row += 1
+    ours = on_device(SamplingBatch(penalties=penalties)).penalties
+    assert ours is not None
+    changed = logits.to(DEVICE, copy=True)
+    sampling.apply_penalties(changed, ours)
+    assert np.array_equal(changed.cpu().numpy(), expected)
+    sampling.count(ours, torch.from_numpy(sampled).to(DEVICE))
+    assert np.array_equal(ours.in_output.cpu().numpy(), counts)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("changed", [False, True])
 def test_a_broken_row_is_reported_and_the_others_continue(bad: float, changed: bool) -> None:

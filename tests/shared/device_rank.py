@@ -7,19 +7,28 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import pytest
 from replay_recorder import ReplayRecorder
 
 from pagemill_execution.runners.device.device_ranks import DeviceSignals
 from pagemill_execution.runners.device.graphs import GraphCapturer, GraphShape
-from pagemill_execution.starting import load_device_ranks, rank_process
+from pagemill_execution.starting import load_device_ranks, load_ranks, rank_process
 from pagemill_execution.weights.errors import LoadError
 
 VARIABLE = "DEVICE_RANK"
 SHAPES = [GraphShape(1, 1, True), GraphShape(4, 4, True), GraphShape(16, 4, False)]
 Plan = dict[str, Any]
 """`records`: steps as graphs are; `raises`, `stops`: at the exchange of a step; `cannot load`: its weights."""
+
+
+def fails(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
+    """Let the followers that are loaded next do something else."""
+    monkeypatch.setattr(load_ranks, "RANK_PROCESS", "device_rank")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    monkeypatch.setenv(VARIABLE, json.dumps(plan))
 
 
 @contextmanager

@@ -14,6 +14,7 @@ import transformers
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.scheduler.proposals import Proposals
+from pagemill_execution.config import SpeculationConfig
 from pagemill_execution.runners.ranks.ranked import RankedRunner
 from pagemill_execution.sizing.compute import choose_compute
 from pagemill_execution.starting.load_ranks import load_ranks
@@ -77,10 +78,12 @@ def rank_loader() -> Iterator[Ranks]:
 
 
 class Engine:
-    """A core over one runner, for several rounds of requests."""
+    """A core over one runner, for several rounds of requests. Only `proposals` and what drafts propose."""
 
     def __init__(self, runner: Any, proposals: Proposals | None = None, **settings: Any) -> None:
-        self.core = EngineCore(EngineConfig(model="test", **SETTINGS | settings), runner, proposals=proposals)
+        speculative = SpeculationConfig(method="auto" if runner.info.drafts else "off")
+        config = EngineConfig(model="test", **{"speculative": speculative} | SETTINGS | settings)
+        self.core = EngineCore(config, runner, proposals=proposals)
         self._count = 0
         self.num_preemptions = self.num_accepted = 0
 

@@ -60,9 +60,7 @@ def proposals_of(config: EngineConfig, info: RunnerInfo, ms_of: MsOf) -> Proposa
     if not config.enable_prefix_caching:  # then requests share nothing
         methods = [method for method in methods if not isinstance(method, RecentAnswers)]
     rounds = Rounds(most) if info.drafts else None
-    return Proposals(
-        methods, most, can_verify=info.can_verify, ms_of=ms_of, rounds=rounds, rounding_rows=info.rounding_rows
-    )
+    return Proposals(methods, most, ms_of=ms_of, rounds=rounds, rounding_rows=info.rounding_rows)
 
 
 def _refused(what: str) -> LoadError:

@@ -8,7 +8,7 @@ the chances and the choice; `scheduler` schedules and applies proposals.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from pagemill_engine.proposing.acceptance import Acceptance
@@ -19,7 +19,6 @@ from pagemill_engine.proposing.prediction import PredictionMethod
 from pagemill_engine.scheduler.sequence import Sequence, SequenceState
 from pagemill_engine.scheduler.token_masks import masks_along
 from pagemill_execution.step import StepPlan, StepResult
-from pagemill_protocol.request.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from pagemill_engine.scheduler.restriction import Mask
@@ -48,23 +47,20 @@ class Proposals:
         methods: Iterable[Method],
         most: int = MOST_PROPOSED,
         *,
-        can_verify: Callable[[SamplingParams], bool] = lambda _: True,
         ms_of: MsOf | None = None,
         rounds: Rounds | None = None,
         rounding_rows: tuple[int, ...] = (),
     ) -> None:
         """`methods`: those that are asked for every sequence, beside what clients predict. `most`: tokens proposed for
-        a sequence in one step. `can_verify`: whether the runner samples several tokens of a request with these
-        parameters in one step. `ms_of`: the step times by which the number is chosen; without, everything is
-        proposed. `rounds`: of a runner that drafts, for `DraftMethod`. `rounding_rows`: as in `RunnerInfo`; a step
-        that has fewer tokens without proposals has fewer with them, so that no bit depends on how many are chosen."""
+        a sequence in one step. `ms_of`: the step times by which the number is chosen; without, everything is proposed.
+        `rounds`: of a runner that drafts, for `DraftMethod`. `rounding_rows`: as in `RunnerInfo`; a step that has fewer
+        tokens without proposals has fewer with them, so that no bit depends on how many are chosen."""
         self._methods = [(each, Acceptance()) for each in (PredictionMethod(), *methods)]
         """With what is known about all proposals of each."""
         self._asks_all = len(self._methods) > 1
         self._most = most
         self.is_active = self._asks_all
         """Whether a sequence may have proposals."""
-        self._can_verify = can_verify
         self._ms_of = ms_of
         self._rounds = rounds
         self._rounding_rows = rounding_rows
@@ -129,7 +125,7 @@ class Proposals:
         for sequence in sequences:
             # The last token that may be sampled comes after the proposed ones.
             most = min(self._most + num_pending, sequence.max_total_tokens - len(sequence.token_ids) - 1)
-            if most <= num_pending or not self._can_verify(sequence.sampling):
+            if most <= num_pending:
                 continue
             proposing = sequence.proposing or self._begin(sequence)
             along = ask(proposing, sequence.token_ids, most)
@@ -171,7 +167,7 @@ class Proposals:
             if name not in plan.samples or room < 1 or sequence.search is not None or sequence.pooling is not None:
                 continue
             source = self._draft_source(sequence)
-            if source is not None and self._can_verify(sequence.sampling):
+            if source is not None:
                 rooms[name] = room
                 acceptances.append(source.acceptance)
         if rooms:

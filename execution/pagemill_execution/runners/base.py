@@ -17,7 +17,6 @@ from pagemill_execution.step import StepPlan, StepResult
 from pagemill_protocol.report.cache_kinds import FULL, CacheKind
 from pagemill_protocol.report.state import RankTimes
 from pagemill_protocol.request.pooling import PoolingSpec
-from pagemill_protocol.request.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from pagemill_execution.adapters.store import AdapterStore
@@ -58,8 +57,6 @@ class RunnerInfo(NamedTuple):
     """
     stages: int = 1
     """Parts of the model that compute one behind the other, each another step at the same time."""
-    can_verify: Callable[[SamplingParams], bool] = lambda _: True
-    """Whether a step can sample several tokens of a request with these parameters."""
     check: Callable[[], None] = lambda: None
     """Raises `DeviceLostError` if what computes was lost while no step ran."""
     ranks: Callable[[], RankTimes | None] = lambda: None

@@ -260,12 +260,6 @@ def check_gpu_features(config: ExecutionConfig, spec: ModelSpec) -> None:
             f"`quantization` {config.quantization} has no kernel for mixtures of experts, which `{spec.architecture}` "
             "has. Set quantization to int8, int4 or none.",
         )
-    if config.num_ranks > 1 and (config.speculative.source is not None or config.speculative.method == "mtp"):
-        raise LoadError(
-            "SettingsUnsupported",
-            f"`speculative`: method {config.speculative.method} drafts on one device, but tensorParallel x "
-            f"pipelineParallel is {config.num_ranks}. Set method to ngram, or device to cpu.",
-        )
     lacks = lacking("triton", _features(spec))
     if lacks:
         raise LoadError(

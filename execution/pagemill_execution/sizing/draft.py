@@ -34,9 +34,8 @@ from pagemill_models.tokenizer_files.load_bundle import load_bundle
 logger = logging.getLogger(__name__)
 
 _NOT_RUN = "Set method to ngram."
-_FIXED_ON_DEVICES = (
-    "On a GPU no memory moves between keys and values and states beside it; set speculative.method to mtp to use it."
-)
+_FIXED = "on a GPU no memory moves between keys and values and states beside it"
+_ON_FIRST = "one of several GPUs would hold it whole, which leaves all of them less room for keys and values"
 
 
 class DraftModel(NamedTuple):
@@ -59,7 +58,7 @@ class DraftModel(NamedTuple):
 def find_draft(config: ExecutionConfig, path: Path, spec: ModelSpec) -> DraftModel | None:
     """Return what drafts by the settings, or None if nothing does. `path`, `spec`: the model that verifies.
 
-    With `auto` the model's own layer drafts, where it has one that can be used; on a GPU not that of a hybrid.
+    With `auto` the model's own layer drafts, where it has one that can be used, on GPUs unless `is_left_out`.
     Raises `LoadError` and `SourceError`, which name the setting and the remedy.
     """
     settings = config.speculative
@@ -68,12 +67,20 @@ def find_draft(config: ExecutionConfig, path: Path, spec: ModelSpec) -> DraftMod
             found = _find(config, path, spec)
         except LoadError:
             return None
-        if found is None or found.compute.backend != "triton" or not (config.num_ranks > 1 or spec.has_states):
+        if found is None or found.compute.backend != "triton" or not is_left_out(config, spec):
             return found
-        if spec.has_states:
-            logger.info("`%s` has a layer that drafts tokens, which is not used. %s", path, _FIXED_ON_DEVICES)
+        why = _FIXED if spec.has_states else _ON_FIRST
+        logger.info(
+            "`%s` has a layer that drafts tokens, which is not used: %s. Set speculative.method to mtp to use it.",
+            path, why,
+        )  # fmt: skip
         return None
     return _find(config, path, spec) if settings.method in ("draft", "eagle3", "mtp") else None
+
+
+def is_left_out(config: ExecutionConfig, spec: ModelSpec) -> bool:
+    """Whether the model's own layer drafts on GPUs only where a setting says so."""
+    return config.speculative.method == "auto" and (config.num_ranks > 1 or spec.has_states)
 
 
 def _find(config: ExecutionConfig, path: Path, spec: ModelSpec) -> DraftModel | None:

@@ -87,6 +87,12 @@ def part_of(spec: ModelSpec, rank: int, size: int, stages: Sequence[Range]) -> R
     return RankPart(msgspec.structs.replace(spec, decoder=part.decoder), part.slices, place)
 
 
+def without_layers(spec: ModelSpec) -> RankPart:
+    """Return a whole model's embedding and head."""
+    own = shard(msgspec.structs.replace(spec.decoder, layers=()), 0, 1)
+    return RankPart(msgspec.structs.replace(spec, decoder=own.decoder), own.slices, place_of(0, 1, [(0, 0)]))
+
+
 def stages_of(config: ExecutionConfig, spec: ModelSpec) -> list[Range]:
     """Return the layers of each stage of several ranks. Raises `LoadError`."""
     check_division(spec, config.num_ranks, config.pipeline_parallel_size)

@@ -22,7 +22,7 @@ from pagemill_execution.sizing.compute import (
     check_recurrent,
     choose_compute,
 )
-from pagemill_execution.sizing.draft import DraftModel, find_draft, scratch_blocks
+from pagemill_execution.sizing.draft import DraftModel, find_draft, is_left_out, scratch_blocks
 from pagemill_execution.sizing.kv_sizes import kv_bytes_per_token
 from pagemill_execution.sizing.rank_parts import rank_sizes, stages_of
 from pagemill_execution.weights.declared import DeclaredWeights
@@ -88,22 +88,21 @@ def ranks_here(config: ExecutionConfig, path: Path, spec: ModelSpec) -> list[Ran
     """Return what each of several processes on this machine holds; none for one process. Raises `LoadError`."""
     if config.num_ranks == 1:
         return []
-    ranks = _rank_sizes(config, path, spec, storage_forms(choose_compute(config, spec)))
-    draft = find_draft(config, path, spec)
-    if draft is not None:  # the first rank drafts
-        sizes = with_draft(ranks[0].sizes, draft, config, spec, storage_forms(draft.compute))
-        ranks[0] = ranks[0]._replace(sizes=sizes)
-    return ranks
+    compute = choose_compute(config, spec)
+    return _rank_sizes(config, path, spec, storage_forms(compute), on_gpu=compute.backend == "triton")
 
 
 def ranks_on_gpu(config: ExecutionConfig, path: Path, spec: ModelSpec) -> list[RankSizes]:
     """Return what each of several NVIDIA devices holds, which need not be present. Raises `LoadError`."""
-    return _rank_sizes(config, path, spec, gpu_storage_forms(config))
+    return _rank_sizes(config, path, spec, gpu_storage_forms(config), on_gpu=True)
 
 
-def _rank_sizes(config: ExecutionConfig, path: Path, spec: ModelSpec, storage: StorageForms) -> list[RankSizes]:
+def _rank_sizes(
+    config: ExecutionConfig, path: Path, spec: ModelSpec, storage: StorageForms, *, on_gpu: bool
+) -> list[RankSizes]:
     weights = _weights(config, path, spec, storage)
-    return parts_of_ranks(config, weights, spec, storage)[1]
+    first, *others = parts_of_ranks(config, weights, spec, storage)[1]
+    return [first._replace(sizes=_drafting(first.sizes, config, path, spec, on_gpu=on_gpu)), *others]
 
 
 def parts_of_ranks(
@@ -132,11 +131,14 @@ def _sizes(
     config: ExecutionConfig, path: Path, spec: ModelSpec, storage: StorageForms, *, on_gpu: bool = False
 ) -> Sizes:
     sizes = sizes_of(config, _weights(config, path, spec, storage), spec, storage)
+    return _drafting(sizes, config, path, spec, on_gpu=on_gpu)
+
+
+def _drafting(sizes: Sizes, config: ExecutionConfig, path: Path, spec: ModelSpec, *, on_gpu: bool) -> Sizes:
+    """Return the sizes with what drafts, if anything does; of several ranks the first one does."""
     # The device need not be present: what drafts is stored in its forms wherever it is looked at.
     draft = find_draft(msgspec.structs.replace(config, device="cpu") if on_gpu else config, path, spec)
-    if draft is None or (
-        on_gpu and (config.num_ranks > 1 or (spec.has_states and config.speculative.method == "auto"))
-    ):
+    if draft is None or (on_gpu and is_left_out(config, spec)):
         return sizes
     of_draft = gpu_storage_forms(draft.config) if on_gpu else storage_forms(draft.compute)
     return with_draft(sizes, draft, config, spec, of_draft)

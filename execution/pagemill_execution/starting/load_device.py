@@ -94,7 +94,7 @@ def _load(files: ModelFiles, compute: Compute) -> Runner:
         adapters = DeviceAdapters(store, slots, config.step.max_num_seqs)
     draft = None
     if prepared.draft is not None:
-        draft = _draft(prepared.draft, prepared, model, max_model_len)
+        draft = load_device_draft(prepared.draft, prepared, model, max_model_len)
         draft.resize(counts[0], config.step.max_num_seqs)
         info = info._replace(drafts=True, weight_bytes=info.weight_bytes + weight_bytes(draft.model))
     runner = DeviceRunner(model, ops, kv_cache, rotations, info, config.step.max_num_seqs, adapters, draft=draft)
@@ -103,8 +103,10 @@ def _load(files: ModelFiles, compute: Compute) -> Runner:
     return runner
 
 
-def _draft(draft: DraftModel, prepared: PreparedModel, target: Decoder, max_model_len: int) -> DeviceDraft:
-    """Load what drafts for `target`, without blocks for its cache."""
+def load_device_draft(
+    draft: DraftModel, prepared: PreparedModel, target: Decoder, max_model_len: int, whole: Decoder | None = None
+) -> DeviceDraft:
+    """Load what drafts for `target`, without blocks for its cache. `whole`: of `DeviceHead`."""
     spec, compute, config = draft.spec, draft.compute, prepared.config
     ops, dtype = compute.ops, TORCH_TYPES[compute.activation_dtype]
     with refusals(draft.path):
@@ -112,8 +114,9 @@ def _draft(draft: DraftModel, prepared: PreparedModel, target: Decoder, max_mode
         if spec.decoder.reads is None:
             model: Decoder | DeviceHead = load_decoder(spec, compute, weights)
         else:
-            layers = HeadLayers(spec, ops, dtype, weights, target.embed)
-            model = DeviceHead(layers, target, draft.token_ids)
+            whole = target if whole is None else whole
+            layers = HeadLayers(spec, ops, dtype, weights, whole.embed)
+            model = DeviceHead(layers, target, whole, draft.token_ids)
         tables = decoder_tables(spec.decoder, max_model_len, weights)
     cache = DeviceKVCache(spec, (0,), config.block_size, compute.kv_dtype, ops.device)
     return DeviceDraft(model, cache, DeviceRotations(tables, dtype, ops.device), scratch_blocks(prepared.config))

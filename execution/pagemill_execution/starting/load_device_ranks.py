@@ -19,6 +19,7 @@ from pagemill_execution.decoders.on_torch.filling import load_weights, weight_by
 from pagemill_execution.decoders.rope import decoder_tables
 from pagemill_execution.runners.base import RunnerInfo
 from pagemill_execution.runners.device.device_adapters import DeviceAdapters, DeviceTables
+from pagemill_execution.runners.device.device_drafter import DeviceDraft
 from pagemill_execution.runners.device.device_forward import Neighbours
 from pagemill_execution.runners.device.device_kv_cache import DeviceKVCache
 from pagemill_execution.runners.device.device_ranks import (
@@ -28,12 +29,14 @@ from pagemill_execution.runners.device.device_ranks import (
 )
 from pagemill_execution.runners.device.device_runner import DeviceRunner
 from pagemill_execution.runners.row_adapters import HeldAdapters
+from pagemill_execution.runners.torch_model import load_decoder
 from pagemill_execution.sizing.compute import Compute
+from pagemill_execution.sizing.draft import DraftModel
 from pagemill_execution.sizing.kv_sizes import cache_kinds, max_model_len_for
-from pagemill_execution.sizing.rank_parts import RankPart
+from pagemill_execution.sizing.rank_parts import RankPart, without_layers
 from pagemill_execution.sizing.sizing import sizes_of, storage_forms
 from pagemill_execution.starting.compiling import capture_graphs
-from pagemill_execution.starting.load_device import ANY_NUMBER, compiles_ahead, kept_kernels
+from pagemill_execution.starting.load_device import ANY_NUMBER, compiles_ahead, kept_kernels, load_device_draft
 from pagemill_execution.starting.memory_profiling import CudaMeter, measure_device, profile_memory
 from pagemill_execution.starting.preparing import ModelFiles, PreparedModel
 from pagemill_execution.weights.errors import LoadError
@@ -119,13 +122,18 @@ def leading(
     store: HeldAdapters | None,
 ) -> DeviceRunner:
     """Return the runner of rank 0. Raises `LoadError`, and `GroupAborted` if another rank is lost meanwhile."""
-    compute = prepared.compute
+    compute, drafting = prepared.compute, None
     info = info._replace(device=compute.ops.device.type)
+    if prepared.draft is not None:
+        drafting = partial(_draft, prepared, prepared.draft, files.spec)
     files.progress("warming", "waiting for the other ranks")
     make = partial(LeadingDeviceRunner, signals=signals, leave=meeting.close)
     weights, spec = prepared.weights, files.spec
     try:
-        return _load(prepared.config, compute, spec, part, 0, weights, info, meeting, signals, make, store)
+        return _load(
+            prepared.config, compute, spec, part, 0, weights, info, meeting, signals, make, store,
+            prepared.draft_block_bytes, drafting,
+        )  # fmt: skip
     except BaseException:
         signals.close()
         meeting.close()
@@ -143,10 +151,26 @@ def following(
     signals: DeviceSignals,
     store: HeldAdapters | None,
     read_adapter: Callable[[AdapterMessage], None] | None,
+    draft_block_bytes: int,
 ) -> FollowingDeviceRunner:
     """Return the runner of another rank. Raises `LoadError`."""
     make = partial(FollowingDeviceRunner, read_adapter=read_adapter)
-    return _load(config, compute, spec, part, signals.rank, weights, info, meeting, signals, make, store)
+    return _load(
+        config, compute, spec, part, signals.rank, weights, info, meeting, signals, make, store, draft_block_bytes
+    )
+
+
+def _draft(
+    prepared: PreparedModel, draft: DraftModel, spec: ModelSpec, target: Decoder, max_model_len: int, num_blocks: int
+) -> DeviceDraft:
+    """Load what drafts, whole. A head also gets the model's embedding and head whole, unless it has its own."""
+    whole = None
+    if draft.asks_target:
+        part = without_layers(spec)
+        whole = load_decoder(part.spec, prepared.compute, part.weights(prepared.weights, spec.decoder))
+    found = load_device_draft(draft, prepared, target, max_model_len, whole)
+    found.resize(num_blocks, prepared.config.step.max_num_seqs)
+    return found
 
 
 def _load(
@@ -161,12 +185,15 @@ def _load(
     signals: DeviceSignals,
     make: Callable[..., Made],
     store: HeldAdapters | None,
+    draft_block_bytes: int,
+    drafting: Callable[[Decoder, int, int], DeviceDraft] | None = None,
 ) -> Made:
     """Load a rank's part, and size its cache as that of all ranks. Raises `LoadError`, and `GroupAborted` if another
     rank is lost.
 
     `spec`, `weights`: of the whole model. `info`: with the number of blocks that is used where nothing is measured.
-    `make`: the class of the rank's runner, with its last arguments.
+    `make`: the class of the rank's runner, with its last arguments. `drafting`: loads what drafts for a rank's part,
+    texts of a length and a number of blocks; `draft_block_bytes`: of `cache_kinds`.
     """
     ops, dtype = compute.ops, TORCH_TYPES[compute.activation_dtype]
     before = measure_device(ops.device)
@@ -176,7 +203,8 @@ def _load(
     load_weights(model, own)
     trim_heap()
     # The whole model's division among cache kinds: blocks have the same ids on all ranks.
-    cache = cache_kinds(config, spec, compute.kv_dtype, ANY_NUMBER if compiles else info.num_blocks)
+    num_blocks = ANY_NUMBER if compiles else info.num_blocks
+    cache = cache_kinds(config, spec, compute.kv_dtype, num_blocks, draft_block_bytes)
     max_model_len = max_model_len_for(config, spec, cache)
     info = info._replace(max_model_len=max_model_len, weight_bytes=weight_bytes(model)).with_cache(cache)
     counts = (0,) * len(cache.counts) if compiles else cache.counts
@@ -189,13 +217,19 @@ def _load(
     if store is not None:
         slots = DeviceTables(part.spec.decoder, config.max_loras, config.max_lora_rank, dtype, ops.device)
         adapters = DeviceAdapters(store, slots, config.step.max_num_seqs)
+    if drafting is not None:
+        draft = drafting(model, max_model_len, counts[0])
+        info = info._replace(drafts=True, weight_bytes=info.weight_bytes + weight_bytes(draft.model))
+        make = partial(make, draft=draft)
     arguments = model, ops, kv_cache, rotations, info, config.step.max_num_seqs, adapters
     runner = make(*arguments, neighbours=groups.neighbours, at_once=groups.at_once)
     if compiles:
         kept_kernels(config.kernel_cache_dir)
         sizes = sizes_of(config, own, part.spec, storage_forms(compute))
+        of_draft = 0 if drafting is None else draft_block_bytes // config.block_size
+        sizes = sizes._replace(kv_bytes_per_token=sizes.kv_bytes_per_token + of_draft)
         least = partial(meeting.least, rank, config.num_ranks, look=signals.look)
-        profile_memory(runner, config, spec, sizes, before, CudaMeter(), least)
+        profile_memory(runner, config, spec, sizes, before, CudaMeter(), least, draft_block_bytes)
         if config.cuda_graphs:
             capture_graphs(runner, config, spec)
     return runner

@@ -32,7 +32,7 @@ from pagemill_execution.sizing.compute import Compute, choose_compute
 from pagemill_execution.sizing.draft import DraftModel
 from pagemill_execution.sizing.kv_sizes import CacheBlocks, cache_kinds, max_model_len_for
 from pagemill_execution.sizing.memory import MemoryState, measure_memory
-from pagemill_execution.sizing.rank_parts import RankPart, RankPlace, part_of
+from pagemill_execution.sizing.rank_parts import RankPart, RankPlace, part_of, without_layers
 from pagemill_execution.sizing.sizing import weights_of
 from pagemill_execution.starting.load_cpu import load_draft
 from pagemill_execution.starting.preparing import (
@@ -45,7 +45,6 @@ from pagemill_execution.starting.preparing import (
 )
 from pagemill_execution.starting.threads import threads_of_ranks, torch_threads
 from pagemill_execution.weights.errors import LoadError
-from pagemill_execution.weights.sliced import SlicedTensors
 from pagemill_execution.weights.source import WeightSource
 from pagemill_kernels.arrays import Array
 from pagemill_kernels.cpu import launch
@@ -56,7 +55,6 @@ from pagemill_kernels.ranks.ring import RingWriter, ring_bytes
 from pagemill_kernels.ranks.shared_logits import SharedLogits, logits_bytes
 from pagemill_kernels.ranks.shared_memory import SharedMemoryGroup, group_bytes
 from pagemill_kernels.ranks.tcp_group import TcpGroup
-from pagemill_models.sharding.shard import shard
 from pagemill_models.sharding.slices import Range
 from pagemill_models.spec.model_files import load_model_spec
 from pagemill_models.spec.model_spec import ModelSpec
@@ -259,9 +257,12 @@ def follower_of(
 
             meeting, signals = meeting_at(*settings.meeting), signals_of(group, compute, settings.stuck_seconds)
             return (
-                following(config, compute, spec, part, weights, info, meeting, signals, followed, read_adapter),
+                following(
+                    config, compute, spec, part, weights, info, meeting, signals, followed, read_adapter,
+                    settings.draft_block_bytes,
+                ),
                 signals,
-            )
+            )  # fmt: skip
         logits_memory = None
         if settings.logits_file is not None:
             num_bytes = logits_bytes(config.step.max_num_seqs, spec.vocab_size)
@@ -341,11 +342,10 @@ def _draft(
 
 def _bare(prepared: PreparedModel, spec: ModelSpec, max_model_len: int) -> TargetModel:
     """Return a model's embedding and head, without its layers."""
-    own = shard(msgspec.structs.replace(spec.decoder, layers=()), 0, 1)
-    bare, compute = msgspec.structs.replace(spec, decoder=own.decoder), prepared.compute
-    weights = SlicedTensors(prepared.weights, spec.decoder, own.decoder, own.slices)
+    part, compute = without_layers(spec), prepared.compute
+    bare, weights = part.spec, part.weights(prepared.weights, spec.decoder)
     if compute.is_native:
-        rotations = Rotations(decoder_tables(own.decoder, max_model_len, weights))
+        rotations = Rotations(decoder_tables(bare.decoder, max_model_len, weights))
         return NativeDecoder(bare, compute.native_ops, weights, rotations)
     from pagemill_execution.runners.torch_model import TorchModel, load_decoder, rotations_of
 

@@ -53,11 +53,17 @@ class Penalties(NamedTuple):
     settings: Settings
     """Records of `penalties.PENALTIES`."""
     count_rows: NDArray[np.int64]
-    """Index of each row in the two tables below, which are in the sampling device's memory. No row occurs twice."""
+    """Index of each row in the two tables below, which are in the sampling device's memory. None occurs twice but with
+    `proposed`."""
     in_prompt: Any
     """bool [places, vocab]."""
     in_output: Any
     """int32 [places, vocab]: occurrences. Sampling adds the sampled tokens."""
+    proposed: NDArray[np.int64] | None = None
+    """The proposed token behind which a row samples, -1 for the first row of a request, which the others follow.
+
+    It counts for the row and those that follow, and the row's token is added if all before it were sampled. Only
+    devices sample such rows together; None: there are none."""
 
 
 class NamedTokens(NamedTuple):

@@ -19,9 +19,10 @@ TOP_P: tl.constexpr = tl.constexpr(DRAWS.index("top_p"))
 MIN_P: tl.constexpr = tl.constexpr(DRAWS.index("min_p"))
 KEY_LOW: tl.constexpr = tl.constexpr(len(DRAWS))
 KEY_HIGH: tl.constexpr = tl.constexpr(len(DRAWS) + 1)
-REPETITION: tl.constexpr = tl.constexpr(2 + PENALTIES.index("repetition_penalty"))
-FREQUENCY: tl.constexpr = tl.constexpr(2 + PENALTIES.index("frequency_penalty"))
-PRESENCE: tl.constexpr = tl.constexpr(2 + PENALTIES.index("presence_penalty"))
+PROPOSED: tl.constexpr = tl.constexpr(2)
+REPETITION: tl.constexpr = tl.constexpr(3 + PENALTIES.index("repetition_penalty"))
+FREQUENCY: tl.constexpr = tl.constexpr(3 + PENALTIES.index("frequency_penalty"))
+PRESENCE: tl.constexpr = tl.constexpr(3 + PENALTIES.index("presence_penalty"))
 LN2: tl.constexpr = tl.constexpr(arithmetic.LN2)
 LOG2E: tl.constexpr = tl.constexpr(arithmetic.LOG2E)
 REACH: tl.constexpr = tl.constexpr(arithmetic.REACH)
@@ -78,13 +79,15 @@ def forbid(rows_ptr, bits_ptr, num_words, first, logits_ptr, VOCAB: tl.constexpr
     tl.store(logits_ptr + row * VOCAB + token, float("-inf"), mask=mask & is_forbidden)
 
 
-@triton.jit(do_not_specialize=["num_penalised"])
+@triton.jit(do_not_specialize=["num_penalised", "first"])
 def penalise(
-    penalties_ptr, num_penalised, logits_ptr, in_prompt_ptr, in_output_ptr, VOCAB: tl.constexpr, BLOCK: tl.constexpr
-):
+    penalties_ptr, num_penalised, first, logits_ptr, in_prompt_ptr, in_output_ptr,
+    VOCAB: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Apply penalties to a piece of one row.
 
-    penalties: int32 [2 + columns, num_penalised]: rows, indices in the tables, and the bits of `PENALTIES`.
+    penalties: int32 [3 + columns, num_penalised]: rows, indices in the tables, proposed tokens, and the bits of
+    `PENALTIES`. first: id of the first column's token.
     """
     own = penalties_ptr + tl.program_id(0)
     row = tl.load(own).to(tl.int64)
@@ -98,6 +101,11 @@ def penalise(
     value = tl.load(at, mask=mask, other=0.0)
     count = tl.load(in_output_ptr + place * VOCAB + token, mask=mask, other=0)
     in_prompt = tl.load(in_prompt_ptr + place * VOCAB + token, mask=mask, other=0)
+    proposed = tl.load(own + PROPOSED * num_penalised)
+    while proposed >= 0:
+        count += (first + token == proposed).to(tl.int32)
+        own -= 1
+        proposed = tl.load(own + PROPOSED * num_penalised)
     repeated = tl.where(value > 0.0, tl.div_rn(value, repetition), value * repetition)
     value = tl.where((in_prompt != 0) | (count > 0), repeated, value)
     value = value - frequency * count.to(tl.float32)
@@ -105,17 +113,23 @@ def penalise(
     tl.store(at, value, mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_penalised"])
-def count_tokens(penalties_ptr, num_penalised, tokens_ptr, in_output_ptr, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    """Compute in_output[place, the row's token] += 1; a failed row has no token."""
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = i < num_penalised
-    row = tl.load(penalties_ptr + i, mask=mask, other=0)
-    place = tl.load(penalties_ptr + num_penalised + i, mask=mask, other=0).to(tl.int64)
-    token = tl.load(tokens_ptr + row, mask=mask, other=-1)
-    mask = mask & (token >= 0)
-    at = in_output_ptr + place * VOCAB + token
-    tl.store(at, tl.load(at, mask=mask, other=0) + 1, mask=mask)
+@triton.jit(do_not_specialize=["num_penalised", "first"])
+def count_tokens(penalties_ptr, num_penalised, first, tokens_ptr, in_output_ptr, VOCAB: tl.constexpr):
+    """Compute in_output[place, a row's token] += 1, unless a proposed token before it was not sampled, or it is in no
+    column, as that of a failed row (-1)."""
+    own = penalties_ptr + tl.program_id(0)
+    row = tl.load(own)
+    place = tl.load(own + num_penalised).to(tl.int64)
+    column = tl.load(tokens_ptr + row) - first
+    counts = (column >= 0) & (column < VOCAB)
+    proposed = tl.load(own + PROPOSED * num_penalised)
+    while proposed >= 0:
+        own -= 1
+        row -= 1
+        counts = counts & (tl.load(tokens_ptr + row) == proposed)
+        proposed = tl.load(own + PROPOSED * num_penalised)
+    # Several rows of a request may have the same token.
+    tl.atomic_add(in_output_ptr + place * VOCAB + column, 1, mask=counts, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -41,7 +41,7 @@ PIECE_BLOCK = 1024
 """Tokens of a program if a row is divided into pieces."""
 NUM_WARPS = 16
 LIST_BLOCK = 128
-"""Block size for edits and counts, which are few."""
+"""Block size for edits and reports, which are few."""
 LIST_PADDING: int = triton_body.LIST_PADDING.value
 MAX_VOCAB = 1 << 22
 """The mass of this many tokens fits into 64 bits."""
@@ -101,14 +101,15 @@ def add_edits(logits: Tensor, edits: Edits) -> None:
     )
 
 
-def apply_penalties(logits: Tensor, penalties: Penalties) -> None:
-    """Apply penalties in place."""
+def apply_penalties(logits: Tensor, penalties: Penalties, first: int = 0) -> None:
+    """Apply penalties in place. first: id of the first column's token."""
     _check_counts(penalties, logits.shape[1])
     vocab_size = logits.shape[1]
     num_penalised = len(penalties.rows)
     triton_body.penalise[(num_penalised, triton.cdiv(vocab_size, PIECE_BLOCK))](
         penalties_ptr=_pack_penalties(penalties, logits.device),
         num_penalised=num_penalised,
+        first=first,
         logits_ptr=logits,
         in_prompt_ptr=penalties.in_prompt.view(torch.uint8),
         in_output_ptr=penalties.in_output,
@@ -119,19 +120,18 @@ def apply_penalties(logits: Tensor, penalties: Penalties) -> None:
     )
 
 
-def count(penalties: Penalties, tokens: Tensor) -> None:
-    """Count sampled tokens for penalties. tokens: int64 [batch], -1 for none."""
+def count(penalties: Penalties, tokens: Tensor, first: int = 0) -> None:
+    """Count sampled tokens for penalties. tokens: int64 [batch], -1 for none; first: id of the first column's token."""
     launch.check_types("sampling", torch.int64, tokens=tokens)
     num_penalised = len(penalties.rows)
-    triton_body.count_tokens[(triton.cdiv(num_penalised, LIST_BLOCK),)](
+    triton_body.count_tokens[(num_penalised,)](
         penalties_ptr=_pack_penalties(penalties, tokens.device),
         num_penalised=num_penalised,
+        first=first,
         tokens_ptr=tokens,
         in_output_ptr=penalties.in_output,
         VOCAB=penalties.in_output.shape[1],
-        BLOCK=LIST_BLOCK,
-        enable_fp_fusion=False,
-        num_warps=4,
+        num_warps=1,
     )
 
 
@@ -278,7 +278,8 @@ def _changed(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def _pack_penalties(penalties: Penalties, device: torch.device) -> Tensor:
-    return _pack(device, penalties.rows, penalties.count_rows, *words(penalties.settings))
+    proposed = np.full(len(penalties.rows), -1) if penalties.proposed is None else penalties.proposed
+    return _pack(device, penalties.rows, penalties.count_rows, proposed, *words(penalties.settings))
 
 
 def _pack(device: torch.device, *arrays: NDArray[np.generic]) -> Tensor:

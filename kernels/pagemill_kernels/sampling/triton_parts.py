@@ -97,7 +97,7 @@ class DividedSampler:
         tokens = torch.where(highest.isfinite(), tokens, -1)
         self._group.broadcast(tokens, 0)
         if batch.penalties is not None:
-            triton_launch.count(batch.penalties, self._own(tokens))
+            triton_launch.count(batch.penalties, tokens, self._first)
         return DeviceSample(
             tokens, None if batch.reports is None else self._report(logits, tokens, batch.reports, highest)
         )
@@ -122,16 +122,12 @@ class DividedSampler:
                 edits = type(edits)(edits.rows[own], edits.token_ids[own] - self._first, edits.biases[own])
                 triton_launch.add_edits(changed, edits)
         if batch.penalties is not None:
-            triton_launch.apply_penalties(changed, batch.penalties)
+            triton_launch.apply_penalties(changed, batch.penalties, self._first)
         return changed
 
     def _best(self, logits: Tensor) -> Tensor:
         found = logits.argmax(1)
         return _packed(logits.gather(1, found[:, None])[:, 0], found + self._first)
-
-    def _own(self, tokens: Tensor) -> Tensor:
-        """Return places among this rank's columns, -1 for tokens of other ranks."""
-        return torch.where((tokens >= self._first) & (tokens < self._end), tokens - self._first, -1)
 
     def _winners(self, logits: Tensor, maximum: Tensor, settings: Tensor, filters: Filters) -> Tensor:
         """Return the tokens with the most x + noise up to the cut of the filters."""
@@ -175,9 +171,9 @@ class DividedSampler:
         if reports.named is not None:
             places = torch.cat([rows, rows[launch.upload(reports.named.places, logits.device)]])
             asked = torch.cat([asked, launch.upload(reports.named.token_ids, logits.device)])
-        own = self._own(asked)
-        bits = logits[places, own.clamp(min=0)].view(torch.int32)
-        bits = torch.where(own >= 0, bits, 0)
+        is_own = (asked >= self._first) & (asked < self._end)
+        own = torch.where(is_own, asked - self._first, 0)
+        bits = torch.where(is_own, logits[places, own].view(torch.int32), 0)
         self._group.add_integers(bits)
         values, best = bits.view(torch.float32), highest[rows]
         part = triton_launch.report_part(logits, rows, reports, best, values[: len(rows)].contiguous(), width)

@@ -38,7 +38,7 @@ def pods_per_replica(spec: LLMDeploymentSpec, backend: Backend) -> int:
 
 def find_problems(spec: LLMDeploymentSpec, backend: Backend) -> Iterator[Problem]:
     """Return the problems of the spec, or of the valid part of a partially read one."""
-    checks = [_quantization_problems, _float16_problems]
+    checks = [_quantization_problems, _float16_problems, _pipeline_parallel_problems]
     checks += [_process_problems, _gpu_problems, _policy_problems]
     if backend == "local":
         checks += [_env_problems, _credentials_problems]
@@ -132,18 +132,20 @@ def _pod_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
         yield Problem("spec.engine.podsPerReplica", pods, message)
 
 
+def _pipeline_parallel_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
+    size, speculative = spec.engine.pipeline_parallel, spec.engine.speculative
+    if size > 1 and speculative is not None and speculative.method in ("draft", "eagle3", "mtp"):
+        message = "what drafts computes in no stages; set it to 1, or spec.engine.speculative.method to auto"
+        yield Problem("spec.engine.pipelineParallel", size, message)
+
+
 def _process_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
     """Yield the problems of the number of processes that compute a model together."""
     size, stages, cpu = spec.engine.tensor_parallel, spec.engine.pipeline_parallel, spec.resources.cpu
     cores = 0 if cpu is None else math.ceil(cpu_cores(cpu))
     here = size * stages // (spec.engine.pods_per_replica or 1)
-    message, speculative = None, spec.engine.speculative
-    is_divided = stages > 1 or (size > 1 and bool(spec.resources.gpus))
-    if is_divided and speculative is not None and speculative.method in ("draft", "eagle3", "mtp"):
-        message = (
-            "what drafts does so for no stages and one GPU; set it to 1, or spec.engine.speculative.method to auto"
-        )
-    elif size * stages > MOST_PROCESSES:
+    message = None
+    if size * stages > MOST_PROCESSES:
         message = f"tensorParallel x pipelineParallel may be {MOST_PROCESSES} processes at most; lower them"
     elif not spec.resources.gpus and 0 < cores < here:
         message = f"{here} processes need a core each; lower it, or raise spec.resources.cpu"

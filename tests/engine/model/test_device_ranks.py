@@ -6,7 +6,6 @@ the measuring of memory are then not run.
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -21,7 +20,7 @@ import device_rank
 import numpy as np
 import pytest
 import torch
-from device_rank import Plan
+from device_rank import fails
 from hung_processes import hang
 from hybrid_models import ALL, write_hybrid
 from node_engine import NodeProcess, load_first, node_config, of_node
@@ -84,13 +83,6 @@ def devices() -> Iterator[Load]:
         runner.close()
 
 
-def fails(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
-    """Let the followers that are loaded next do something else."""
-    monkeypatch.setattr(load_ranks, "RANK_PROCESS", "device_rank")
-    monkeypatch.setenv("PYTHONPATH", str(Path(device_rank.__file__).parent))
-    monkeypatch.setenv(device_rank.VARIABLE, json.dumps(plan))
-
-
 def lost(engine: Engine, disturb: Callable[[], object] = lambda: None) -> tuple[str, float]:
     """Disturb the ranks in the third step. Returns the message, and the seconds until it came."""
     engine.add(prompts_of(1)[:2], SHORT)
@@ -141,24 +133,30 @@ ASKED: dict[str, dict[str, Any]] = {
     "drawn": {"top_p": 0.9, "min_p": 0.01, "logprobs": 3, "prompt_logprobs": 1},
     "few allowed": {"allowed_token_ids": [3, 64, 65, 66, 130], "top_k": 40},
     "a bias and named tokens": {"logit_bias": {130: 4.0, 0: 4.0, 66: -100.0}, "logprob_token_ids": [0, 130]},
-    "penalties": {"temperature": 0.0, "repetition_penalty": 0.2, "frequency_penalty": 0.3, "presence_penalty": 0.2},
+    "penalties": {"temperature": 0.0, "repetition_penalty": 0.5, "frequency_penalty": 2.0, "max_tokens": 8},
     "an end that waits": {"min_tokens": 3, "stop_token_ids": [130, 3], "logit_bias": {130: 50.0}, "ignore_eos": False},
 }  # fmt: skip
 
 
-def asked(engine: Engine) -> dict[str, tuple[list[int], list[Any]]]:
-    """Return the tokens of requests that run together, each with other parameters, and their log probabilities."""
-    found: dict[str, tuple[list[int], list[Any]]] = {name: ([], []) for name in ASKED}
-    for number, (name, params) in enumerate(ASKED.items()):
+PROMPTS = {name: [5, 70, 100, 130] * 5 + [number] for number, name in enumerate(ASKED)}
+"""What n-grams find, and the prefix cache from the second time on."""
+
+
+def asked(engine: Engine) -> dict[str, tuple[list[int], list[Any], list[int]]]:
+    """Return the tokens of requests that run together, each with other parameters, their log probabilities, and how
+    many tokens each step gave."""
+    found: dict[str, tuple[list[int], list[Any], list[int]]] = {name: ([], [], []) for name in ASKED}
+    for name, params in ASKED.items():
         sampling = SamplingParams(**{"temperature": 1.0, "seed": 5, "max_tokens": 5, "ignore_eos": True} | params)
-        prompt = [5, 70, 100, 130] * 5 + [number]  # what n-grams find, and the prefix cache from the second time on
-        request = GenerateRequest(request_id=name, model="test", prompt_token_ids=prompt, sampling=sampling)
-        engine.core.add(request)
+        engine.core.add(
+            GenerateRequest(request_id=name, model="test", prompt_token_ids=PROMPTS[name], sampling=sampling)
+        )
     while engine.core.has_work:
         for output in engine.core.step().outputs:
             assert output.error is None
             found[output.request_id][0].extend(output.token_ids)
             found[output.request_id][1].extend([*(output.logprobs or []), *output.prompt_logprobs])
+            found[output.request_id][2].append(len(output.token_ids))
     return found
 
 
@@ -174,15 +172,18 @@ def asked(engine: Engine) -> dict[str, tuple[list[int], list[Any]]]:
 def test_devices_answer_what_one_does_whatever_is_asked(
     kind: str, settings: dict[str, Any], stages: int, tmp_path: Path, devices: Load, runner_loader: Any
 ) -> None:
-    """With masks, biases, penalties, filters and log probabilities, n-grams and cached prefixes."""
+    """With masks, biases, penalties, filters and log probabilities, proposed tokens and cached prefixes."""
     folder = saved(kind, tmp_path)
     single = runner_loader(folder, **DEVICES | settings)
-    alone = Engine(single, Proposals([Ngrams()], can_verify=single.info.can_verify))
+    alone = Engine(single)
     expected = [asked(alone), asked(alone)]
     single.close()
     runner = devices(folder, 2, stages, **settings)
-    engine = Engine(runner, Proposals([Ngrams()], can_verify=runner.info.can_verify), overlap=stages > 1)
+    texts = [PROMPTS[name] + tokens for name, (tokens, _, _) in expected[0].items()]
+    methods = [Ngrams(), oracle(texts, random.Random(4), 0.2, BASE["vocab_size"])]
+    engine = Engine(runner, Proposals(methods), overlap=stages > 1)
     for found, theirs in zip([asked(engine), asked(engine)], expected, strict=True):
+        assert max(found["penalties"][2]) > 1, "proposed tokens were verified"
         for name in ASKED:
             assert found[name][0] == theirs[name][0], name
             assert len(found[name][1]) == len(theirs[name][1])

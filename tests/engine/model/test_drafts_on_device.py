@@ -4,23 +4,25 @@ drafts, and answers are those without it."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from byte_bundle import byte_tokenizer
+from device_rank import fails, recording
 from eagle_heads import SIZE, VOCAB, write_eagle3
 from recorded_drafts import Found, record_device_drafts, record_drafts
 from replay_recorder import ReplayRecorder
 from tiny_llama import write_tiny_llama
-from triton_device import HAS_GPU
+from triton_device import DEVICE, HAS_GPU
 
 from pagemill import LLM, SamplingParams
-from pagemill_execution.runners.device.device_drafter import DraftForward
+from pagemill_execution.runners.device.device_drafter import DeviceDrafter, DraftForward
 from pagemill_execution.runners.device.device_runner import DeviceRunner
 from pagemill_execution.runners.device.graphs import GraphShape
-from pagemill_execution.weights.errors import LoadError
+from pagemill_kernels.ranks.device_marks import END
 
 pytestmark = [] if HAS_GPU else [pytest.mark.slow]
 SETTINGS: dict[str, Any] = {
@@ -153,6 +155,42 @@ def test_a_model_that_drafts_for_itself_is_never_wrong(folders: dict[str, Path])
             llm._core.scheduler.kv.reset_prefix_cache()
 
 
-def test_ranks_of_devices_have_none(folders: dict[str, Path]) -> None:
-    with pytest.raises(LoadError, match="drafts on one device, but tensorParallel x pipelineParallel is 2"):
-        make(folders, "drafts", device="cuda", tensor_parallel_size=2)
+@pytest.mark.parametrize("kind", ["heads", "drafts", pytest.param("recorded", marks=pytest.mark.full)])
+def test_rank_0_of_devices_drafts(
+    kind: str, folders: dict[str, Path], expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind its part of each step, whose time is compared with that of others, and behind a sleep. The head has no
+    embedding of its own."""
+    if DEVICE.type == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("this machine has one GPU")
+    recorder, of = ReplayRecorder(), "drafts" if kind == "drafts" else "heads"
+    found, (plain, drafts) = record_device_drafts(monkeypatch), expected
+    if of == "drafts":
+        with make(folders, of, drafts=False, device="cuda") as llm:
+            plain = answers(llm)[0]
+    settings: dict[str, Any] = {"device": "cuda", "tensor_parallel_size": 2, "num_threads": 2}
+    if kind == "recorded":
+        fails(monkeypatch, {"records": True})
+    with recording(recorder) if kind == "recorded" else nullcontext():
+        llm = make(folders, of, **settings)
+    runner: Any = llm._core.runner
+    ends, run = [], DeviceDrafter.run
+
+    def noted(self: DeviceDrafter, *given: Any) -> Any:
+        ends.append(runner._group._marks.read().exchange == END)
+        return run(self, *given)
+
+    monkeypatch.setattr(DeviceDrafter, "run", noted)
+    with llm:
+        for _ in range(1 + (kind == "drafts")):
+            assert runner.sleep() > 0
+            runner.wake()
+            llm._core.scheduler.kv.reset_prefix_cache()
+            ours, num_proposed, num_accepted = answers(llm)
+            assert ours == plain
+    assert all(ends)
+    assert (recorder.num_run > 10) == (kind == "recorded")
+    if of == "heads":
+        assert wrong(found, drafts) == 0
+    else:
+        assert num_accepted == num_proposed > 10

@@ -27,6 +27,7 @@ from pagemill_execution.decoders.head_states import HeadStates
 from pagemill_execution.decoders.native.head import NativeHead
 from pagemill_execution.decoders.on_torch.heads import HeadLayers
 from pagemill_execution.runners.drafter import Drafter
+from pagemill_execution.sizing.draft import find_draft
 from pagemill_execution.sizing.sizing import sizes_here
 from pagemill_execution.weights.errors import LoadError
 from pagemill_models.spec.heads import stored_mtp_heads
@@ -280,6 +281,18 @@ def test_rank_0_drafts_what_one_process_does(folders: dict[str, Path], drafted: 
     known = found[0][1].keys() & found[1][1].keys()
     assert len(known) > 20
     assert all(found[0][1][each] == found[1][1][each] for each in known)
+
+
+def test_on_several_gpus_the_models_own_layer_drafts_only_where_a_setting_says_so(
+    folders: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    spec = load_model_spec(folders["glm"])
+    for method, ranks, drafts in (("auto", 1, True), ("auto", 2, False), ("mtp", 2, True)):
+        settings = {"device": "cuda", "tensor_parallel_size": ranks, "speculative": SpeculationConfig(method=method)}
+        found = find_draft(EngineConfig(model=str(folders["glm"]), **settings), folders["glm"], spec)
+        assert (found is not None) is drafts
+    assert "one of several GPUs would hold it whole" in caplog.text
 
 
 @pytest.mark.slow

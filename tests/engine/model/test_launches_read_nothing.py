@@ -129,4 +129,6 @@ def test_steps_are_queued_without_reads_and_decodes_are_launched_alike_at_any_le
 def test_a_step_of_prompts_and_decodes_reads_nothing(runner: Any, launches: list[Launch]) -> None:
     queued(runner, plan({"a": 5, "b": 3}, admitted=[admitted("a", 5, 0), admitted("b", 9, 4)], samples={"a"}))
     queued(runner, plan({"a": 1, "b": 6, "c": 7}, admitted=[admitted("c", 20, 8)], samples={"a", "b"}))
+    queued(runner, plan({"a": 1, "b": 3, "c": 13}, proposals={"b": [5, 5]}))
+    assert ("penalise", (3, 1)) in launches
     assert {"write", "build", "attend", "rope_and_store", "draw", "advance"} <= {name for name, _ in launches}

@@ -5,15 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
+from eagle_heads import SIZE, VOCAB, write_eagle3
 from expert_models import MODELS as EXPERTS
 from family_models import MODELS, write_model
 from outlines import outline
 from tiny_llama import write_tiny_llama
 
 from pagemill_engine.config import EngineConfig
-from pagemill_execution.sizing.sizing import gpu_storage_forms, sizes_here, sizes_on_gpu
+from pagemill_execution.config import SpeculationConfig
+from pagemill_execution.sizing.sizing import gpu_storage_forms, ranks_on_gpu, sizes_here, sizes_on_gpu
 from pagemill_execution.starting.factory import create_runner
 from pagemill_kernels.registry import ops_for
 from pagemill_models.spec.model_files import load_model_spec, load_spec_without_weights
@@ -55,6 +58,25 @@ def test_on_a_gpu_floats_take_two_bytes_and_quantized_weights_stay_quantized(
     stored = load_model_spec(smollm2_path)
     codes = sizes_on_gpu(EngineConfig(model=str(smollm2_path)), smollm2_path, stored)
     assert codes.weight_bytes < 1.5 * stored.weight_bytes < 2 * stored.num_parameters
+
+
+def test_the_first_of_several_gpus_has_what_drafts_whole(tmp_path: Path) -> None:
+    """And beside a head without an embedding and logits of its own those of the model."""
+    folder = tmp_path / "model"
+    write_tiny_llama(
+        folder, vocab_size=VOCAB, hidden_size=SIZE, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=2
+    )
+    head = write_eagle3(tmp_path / "head", eagle_aux_hidden_state_layer_ids=[1, 2, 3])
+    spec, found = load_model_spec(folder), []
+    for method, source in (("off", None), ("eagle3", str(head))):
+        speculative = SpeculationConfig(method=method, source=source)
+        config = EngineConfig(model=str(folder), speculative=speculative, tensor_parallel_size=2, max_model_len=64)
+        ranks = [each.sizes for each in ranks_on_gpu(config, folder, spec)]
+        found.append((sizes_on_gpu(msgspec.structs.replace(config, tensor_parallel_size=1), folder, spec), *ranks))
+    (alone, plain, other), (drafting, first, same) = found
+    assert same == other
+    assert first.weight_bytes - plain.weight_bytes == drafting.weight_bytes - alone.weight_bytes + 4 * VOCAB * SIZE
+    assert first.kv_bytes_per_token - plain.kv_bytes_per_token == drafting.draft_kv_bytes_per_token > 0
 
 
 @pytest.mark.parametrize("name", [*MODELS, *EXPERTS])

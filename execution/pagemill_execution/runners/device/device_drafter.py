@@ -9,7 +9,7 @@ the model that verifies (`DeviceForward.keep`), and by the head itself behind wh
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +21,7 @@ from pagemill_execution.decoders.on_torch.context import ALONE, ForwardContext, 
 from pagemill_execution.decoders.on_torch.decoder import Decoder, DecoderLayer
 from pagemill_execution.decoders.on_torch.device_rotations import DeviceRotations
 from pagemill_execution.decoders.on_torch.heads import HeadLayers
+from pagemill_execution.decoders.on_torch.layers import Layer
 from pagemill_execution.runners.base import RunnerInfo
 from pagemill_execution.runners.device.device_forward import DeviceForward
 from pagemill_execution.runners.device.device_kv_cache import DeviceKVCache
@@ -53,19 +54,27 @@ class DeviceHead:
 
     classifier: Callable[[Tensor], Tensor] | None = None
 
-    def __init__(self, layers: HeadLayers, target: Decoder, token_ids: NDArray[np.int64] | None) -> None:
-        """`token_ids`: the tokens of the head's own vocabulary; None: its logits are the target's."""
+    def __init__(
+        self, layers: HeadLayers, target: Decoder, whole: Decoder, token_ids: NDArray[np.int64] | None
+    ) -> None:
+        """`whole`: has the embedding and head of which `target` may be one rank's part. `token_ids`: the tokens of the
+        head's own vocabulary; None: its logits are the target's."""
         self.spec, self.dtype = layers.spec, layers.dtype
         self.layers: list[DecoderLayer] = [layers.layer]
-        self.weight_layers = layers.weight_layers
         reads = layers.spec.decoder.reads
         assert reads is not None
         self._read = reads.layers_of(target.spec.num_layers)
         target.keeps_before = frozenset(self._read)
-        self._head, self._target = layers, target
+        self._head, self._target, self._whole = layers, target, whole
         self._token_ids = (
             None if token_ids is None else torch.from_numpy(token_ids).to(layers.embedding_norm.weight.device)
         )
+
+    def weight_layers(self) -> Iterator[Layer]:
+        """Yield the layers with weights that the target has not."""
+        yield from self._head.weight_layers()
+        if self._whole is not self._target:
+            yield from self._whole.weight_layers()
 
     def __call__(self, token_ids: Tensor, context: ForwardContext) -> Tensor:
         return self._head(token_ids, context)
@@ -76,7 +85,7 @@ class DeviceHead:
     def compute_logits(self, hidden: Tensor, context: ProductContext = ALONE) -> Tensor:
         """Return logits of the target's vocabulary."""
         if self._token_ids is None:
-            return self._target.compute_logits(hidden)
+            return self._whole.compute_logits(hidden)
         own = self._head.compute_logits(hidden)
         logits = own.new_full((len(own), self._target.spec.vocab_size), -torch.inf)
         return logits.index_copy_(1, self._token_ids, own)

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pagemill_execution.adapters.messages import AdapterMessage
+from pagemill_execution.runners.device.device_drafter import DeviceDraft
 from pagemill_execution.runners.device.device_forward import Neighbours
 from pagemill_execution.runners.device.device_rows import DeviceStep
 from pagemill_execution.runners.device.device_runner import DeviceRunner, InFlight
@@ -198,8 +199,8 @@ class DeviceSignals:
 class _RankRunner(DeviceRunner):
     """A rank that may divide the vocabulary with others."""
 
-    def __init__(self, *args: Any, neighbours: Neighbours) -> None:
-        super().__init__(*args, neighbours=neighbours)
+    def __init__(self, *args: Any, neighbours: Neighbours, draft: DeviceDraft | None = None) -> None:
+        super().__init__(*args, neighbours=neighbours, draft=draft)
         self._divided: DividedSampler | None = None
         if neighbours.stage is not None and self._forward.has_head:
             self._divided = DividedSampler(neighbours.stage, self._forward.columns, self.info.vocab_size)
@@ -232,19 +233,23 @@ class _RankRunner(DeviceRunner):
 
 
 class LeadingDeviceRunner(_RankRunner):
-    """Rank 0."""
+    """Rank 0. What drafts has it whole, and runs it behind its part of each step."""
 
     def __init__(
-        self, *args: Any, neighbours: Neighbours, signals: DeviceSignals, leave: Callable[[], None], at_once: bool
-    ) -> None:
+        self, *args: Any, neighbours: Neighbours, signals: DeviceSignals, leave: Callable[[], None], at_once: bool,
+        draft: DeviceDraft | None = None,
+    ) -> None:  # fmt: skip
         """`leave`: leaves the groups. `at_once`: of `FollowingDeviceRunner`."""
-        super().__init__(*args, neighbours=neighbours)
+        super().__init__(*args, neighbours=neighbours, draft=draft)
         self._signals, self._leave = signals, leave
 
     def close(self) -> None:
         super().close()
         self._signals.close()
         self._leave()
+
+    def _end(self) -> None:
+        self._signals.report()  # drafting is no part of the time by which ranks are compared
 
     def _until(self, done: torch.cuda.Event) -> None:
         wait_for(done.query, self._signals.look)

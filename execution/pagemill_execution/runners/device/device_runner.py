@@ -47,7 +47,6 @@ from pagemill_kernels.request_rows.layout import DeviceStepInputs, RowLayout, Ro
 from pagemill_kernels.request_rows.staging import Staging
 from pagemill_kernels.sampling.batch import NUM_SETTINGS, Reports, SampledTokens, SamplingBatch, TokenMasks
 from pagemill_kernels.sampling.device_sample import DeviceSample, Report, download_report, read_report
-from pagemill_kernels.sampling.penalties import PENALTIES
 from pagemill_protocol.request.sampling import SamplingParams
 from pagemill_servers.process.cgroup import usable_cores
 
@@ -92,9 +91,7 @@ class DeviceRunner:
         """`neighbours`: the ranks with which this one computes its part of a model. `draft`: what drafts tokens."""
         if ops.on_device is None:
             raise ValueError("the rows of requests need a backend that has operations for them")
-        self.info = info._replace(
-            overlaps=ops.device.type == "cuda", jumps_forward=ops.device.type != "cuda", can_verify=can_verify
-        )
+        self.info = info._replace(overlaps=ops.device.type == "cuda", jumps_forward=ops.device.type != "cuda")
         self.model = model
         self.kv_cache = kv_cache
         self._ops, self._on_device = ops, ops.on_device
@@ -127,7 +124,11 @@ class DeviceRunner:
             return InFlight([], error=skipped, earlier_failure=self._unread_failure)
         try:
             with torch.inference_mode():
-                return self._queue(plan)
+                handle, step = self._queue(plan)
+                self._end()
+                if self._drafter is not None and step is not None:
+                    handle.read_drafts = self._drafter.run(plan.drafts, step)
+                return handle
         except Exception as error:
             self._unread_failure = InFlight([], error=self._explained(error))
             return self._unread_failure
@@ -253,7 +254,11 @@ class DeviceRunner:
         if self._drafter is not None:
             self._drafter.forget_graphs()
 
-    def _queue(self, plan: StepPlan) -> InFlight:
+    def _end(self) -> None:
+        """Do what comes behind a queued step, and before what drafts behind it."""
+
+    def _queue(self, plan: StepPlan) -> tuple[InFlight, DeviceStep | None]:
+        """Queue a step; None: it has no tokens."""
         staging = Staging()
         known = {each.request_id for each in plan.admitted if self._rows.row(each.request_id) is not None}
         self._rows.apply(plan, self._sampling, staging)
@@ -269,7 +274,7 @@ class DeviceRunner:
         if self._drafter is not None and plan.tables:
             self._drafter.draft.kv_cache.copy_blocks([plan.tables[0].copies])
         if not plan.num_scheduled_tokens:
-            return InFlight([])
+            return InFlight([]), None
         inputs = self._inputs(step) if graph is None else graph.inputs
         self._build(at, padded, inputs, self._rows.states_of(step) or NO_STATES)
         adapters = self._adapters_of(padded, graph) if adapted else None
@@ -278,9 +283,7 @@ class DeviceRunner:
             handle = self._report_and_sample(plan, at, step, inputs, hidden, adapters)
         else:
             handle = self._sample(plan, at, step, self._logits(step, inputs, graph, adapters), inputs.settings)
-        if self._drafter is not None:
-            handle.read_drafts = self._drafter.run(plan.drafts, step)
-        return handle
+        return handle, step
 
     def _adapters_of(self, padded: DeviceStep, graph: CapturedGraph | None) -> TritonAdapterRows:
         """Return the adapters of the padded step's tokens, in the graph's buffer if there is one."""
@@ -417,11 +420,12 @@ class DeviceRunner:
         self, plan: StepPlan, step: DeviceStep, logits: Tensor, settings: Tensor
     ) -> tuple[DeviceSample, SamplingBatch]:
         rows = np.repeat(step.rows, np.diff(step.sample_start_loc))
-        if plan.proposals:
-            _check_penalties(step, self._sampling.penalised)
         batch = SamplingBatch()
         if not self._sampling.plain[rows].all():
             batch = self._sampling.batch_beside_draws(rows.astype(np.int64), self._rows.num_generated(step))
+        if plan.proposals and batch.penalties is not None:
+            proposed = _proposed(plan, step)[batch.penalties.rows]
+            batch = batch._replace(penalties=batch.penalties._replace(proposed=proposed))
         if plan.token_masks:
             batch = batch._replace(masks=self._masks(plan, [step.request_ids[i] for i in step.sampling.tolist()]))
         return self._drawn(logits, batch, settings[: NUM_SETTINGS * len(rows)], self._sampling, rows), batch
@@ -486,16 +490,13 @@ def _result(handle: InFlight, found: SampledTokens) -> StepResult:
     return result_of_runs(handle.request_ids, sampled, runs)
 
 
-def can_verify(params: SamplingParams) -> bool:
-    """Whether several tokens of a request with these parameters can be sampled in one step: all at once, so that
-    penalties cannot depend on each other."""
-    return PENALTIES.are_neutral(params)
-
-
-def _check_penalties(step: DeviceStep, penalised: NDArray[np.bool_]) -> None:
-    wide = np.diff(step.sample_start_loc)[: len(step.request_ids)] > 1
-    for i in np.flatnonzero(wide & penalised[step.rows[: len(wide)]]).tolist():
-        raise ValueError(f"tokens are proposed for {step.request_ids[i]}, whose penalties count every token")
+def _proposed(plan: StepPlan, step: DeviceStep) -> NDArray[np.int64]:
+    """Return the proposed token behind which each token is sampled, -1 for the first one of a request."""
+    found = np.full(step.num_sampled, -1, dtype=np.int64)
+    for place in step.sampling.tolist():
+        first, end = step.sample_start_loc[place : place + 2]
+        found[first + 1 : end] = plan.proposals.get(step.request_ids[place], ())
+    return found
 
 
 def _mark(device: torch.device) -> torch.cuda.Event | None:

@@ -234,9 +234,7 @@ class _FirstDevice(_FirstRank):
 
     def launch(self, plan: StepPlan) -> Any:
         self._group.begin_step(plan.step)
-        handle = self._inner.launch(plan)  # what raises there is raised by `wait`
-        self._group.report()
-        return handle
+        return self._inner.launch(plan)  # what raises there is raised by `wait`
 
     def wait(self, handle: Any) -> StepResult:
         try:
