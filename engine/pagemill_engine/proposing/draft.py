@@ -8,16 +8,17 @@ many go on. A step whose tokens are drafted for is read before the next is plann
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 from pagemill_engine.proposing.acceptance import Acceptance
 from pagemill_engine.proposing.base import KnownTokens
-from pagemill_engine.proposing.gain import LEAST_GAIN, MsOf, StepShape
+from pagemill_engine.proposing.gain import BEST_CHANCE, LEAST_GAIN, MsOf, StepShape
 
 ROUND_GAIN = 0.2
 """Weight of the latest measurement of a round."""
-RETRY_STEPS = 64
-"""Steps without drafts after which a few are drafted to learn whether they are right by now."""
-RETRY_TOKENS = 2
+FIRST_TRIES, TRIES = 2.0, 0.01
+"""Time that drafting more than seems worth it may be expected to lose, to learn whether it is: so many steps at first,
+and this share of all later ones."""
 
 
 class DraftProposer:
@@ -57,7 +58,8 @@ class Rounds:
     def __init__(self, most: int) -> None:
         self._most = most
         self._round_ms: float | None = None
-        self._num_without = 0
+        self._tries_ms: float | None = None
+        """What is left of the time for tries; None before the first choice."""
 
     def record(self, num_rounds: int, ms: float) -> None:
         """Record that so many rounds took `ms`."""
@@ -67,7 +69,8 @@ class Rounds:
             self._round_ms = before + ROUND_GAIN * (each - before)
 
     def choose(self, acceptances: Sequence[Acceptance], step: StepShape, ms_of: MsOf | None, turn_ms: float) -> int:
-        """Return the rounds behind a step of which most tokens are expected in a millisecond.
+        """Return the rounds behind a step of which most tokens are expected in a millisecond, or at times more: the
+        fewest that would be better if their tokens were nearly sure.
 
         `acceptances`: of the requests that could verify what is drafted.
         """
@@ -76,17 +79,31 @@ class Rounds:
         base_ms = ms_of(step.num_tokens, step.num_context_tokens)
         if base_ms <= 0:  # nothing is known about the device
             return 0
-        chances = [acceptance.along(0, self._most) for acceptance in acceptances]
-        tokens = float(max(step.num_sampling, len(acceptances)))
-        best, best_num = LEAST_GAIN * tokens / base_ms, 0
+        along = sorted((each.along(0, self._most) for each in acceptances), key=lambda each: -each[-1])
+        parts = [len(along)]  # the step may verify the likeliest rows only
+        while parts[-1] > 1:
+            parts.append((parts[-1] + 1) // 2)
+        plain = hoped = float(max(step.num_sampling, len(along)))
+        expected, hopes = [(plain, base_ms)], [0.0]
         for num in range(1, self._most + 1):
-            tokens += sum(each[num - 1] for each in chances)
-            verify_ms = ms_of(step.num_tokens + num * len(acceptances), step.num_context_tokens)
-            rate = tokens / (turn_ms + verify_ms + num * (self._round_ms or 0.0))
-            if rate > best:
-                best, best_num = rate, num
-        self._num_without = 0 if best_num else self._num_without + 1
-        if self._num_without < RETRY_STEPS:
+            totals = [*accumulate((sum(each[:num]) for each in along), initial=plain)]
+            others_ms = turn_ms + num * (self._round_ms or 0.0)
+            step_ms = {part: others_ms + ms_of(step.num_tokens + num * part, step.num_context_tokens) for part in parts}
+            part = max(parts, key=lambda part: totals[part] / step_ms[part])
+            expected.append((totals[part], step_ms[part]))
+            hoped += len(along) * BEST_CHANCE**num
+            hopes.append(hoped / step_ms[len(along)])
+        rates = [tokens / ms for tokens, ms in expected]
+        rates[0] *= LEAST_GAIN
+        best_num = rates.index(max(rates))
+        tried = next((num for num in range(best_num + 1, self._most + 1) if hopes[num] > rates[best_num]), None)
+        if tried is None:
             return best_num
-        self._num_without = 0
-        return min(RETRY_TOKENS, self._most)
+        self._tries_ms = FIRST_TRIES * base_ms if self._tries_ms is None else self._tries_ms
+        self._tries_ms += TRIES * expected[best_num][1]
+        tokens, ms = expected[tried]
+        lost_ms = ms - tokens / rates[best_num]
+        if lost_ms > self._tries_ms:
+            return best_num
+        self._tries_ms -= lost_ms
+        return tried

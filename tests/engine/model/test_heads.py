@@ -38,6 +38,7 @@ from pagemill_protocol.source_errors import SourceError
 
 LAYERS = 8
 TWO = "deepseek, two layers"
+PUBLISHED = "deepseek, published latents"
 MOE: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": SIZE, "intermediate_size": 96, "moe_intermediate_size": 32,
     "num_hidden_layers": 3, "num_attention_heads": 4, "n_shared_experts": 1, "n_routed_experts": 8,
@@ -56,13 +57,18 @@ PROMPTS = [f"one two three four five six seven {n % 3}" for n in range(6)]
 
 
 def _moe(folder: Path, kind: str) -> Path:
-    """Write a model of two layers, whose third one drafts; of "deepseek, two layers" the fourth, too."""
+    """Write a model of two layers, whose third one drafts; of "deepseek, two layers" the fourth, too. vLLM for CPUs
+    computes latents of the published sizes only: "deepseek, published latents" has those."""
     torch.manual_seed(1)
     heads = 2 if kind == TWO else 1
-    if kind in ("deepseek", TWO):
-        sizes = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16}
+    if kind in ("deepseek", TWO, PUBLISHED):
+        latent, rope = (512, 64) if kind == PUBLISHED else (16, 16)
+        sizes = {"kv_lora_rank": latent, "q_lora_rank": 24, "qk_rope_head_dim": rope, "qk_nope_head_dim": 16}
         numbers = MOE | {"num_hidden_layers": 2 + heads, "num_nextn_predict_layers": heads}
-        config = transformers.DeepseekV3Config(**numbers, **sizes, v_head_dim=16, n_group=2, topk_group=1)
+        yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64,
+                "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}  # fmt: skip
+        turns = {"rope_parameters": yarn} if kind == PUBLISHED else {}
+        config = transformers.DeepseekV3Config(**numbers, **sizes, **turns, v_head_dim=16, n_group=2, topk_group=1)
         transformers.DeepseekV3ForCausalLM(config).save_pretrained(folder)
     elif kind == "minimax":
         own = {name: value for name, value in MOE.items() if name not in ("n_routed_experts", "moe_intermediate_size")}
@@ -83,6 +89,8 @@ def _moe(folder: Path, kind: str) -> Path:
         tensors[f"{name}.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     values = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": 2}
+    if kind == PUBLISHED:  # what the published files say and transformers takes for granted
+        values |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
     (folder / "config.json").write_text(json.dumps(values))
     return folder
 
@@ -94,8 +102,8 @@ def write_folders(root: Path) -> dict[str, Path]:
         found["llama"], vocab_size=VOCAB, hidden_size=SIZE, num_attention_heads=2, num_key_value_heads=1,
         num_hidden_layers=LAYERS, initializer_range=0.15,
     )  # fmt: skip
-    found[TWO] = root / "two"
-    for kind in ("deepseek", TWO, "glm", "minimax"):
+    found |= {TWO: root / "two", PUBLISHED: root / "published"}
+    for kind in ("deepseek", TWO, PUBLISHED, "glm", "minimax"):
         _moe(found[kind], kind)
     for folder in list(found.values()):
         (folder / "tokenizer.json").write_text(byte_tokenizer([("t", "h")]).to_str())
@@ -213,7 +221,7 @@ def reference(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Itera
 
 
 FULL = pytest.mark.full
-KINDS = ["llama", "deepseek", TWO, *(pytest.param(kind, marks=FULL) for kind in ("glm", "minimax"))]
+KINDS = ["llama", "deepseek", TWO, *(pytest.param(kind, marks=FULL) for kind in (PUBLISHED, "glm", "minimax"))]
 HARDEST = ["llama", *(pytest.param(kind, marks=FULL) for kind in ("deepseek", "glm"))]
 
 
