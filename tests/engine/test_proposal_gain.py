@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from pagemill_engine.proposing.acceptance import Acceptance
 from pagemill_engine.proposing.draft import Rounds
-from pagemill_engine.proposing.gain import LEAST_GAIN, MeasuredSteps, StepShape, can_gain, choose
+from pagemill_engine.proposing.gain import LEAST_GAIN, MeasuredSteps, StepShape, can_gain, choose, most_of_same_rounding
 from pagemill_protocol.report.state import StepTimeParams
 from pagemill_protocol.report.step_time import StepTimeModel
 
@@ -136,6 +136,21 @@ def test_no_other_numbers_are_expected_to_be_better(
     for total in range(1, len(flat) + 1):
         other = [sum(1 for _, _, row in flat[:total] if row == index) for index in range(len(chances))]
         assert rate(other) <= max(rate(numbers), LEAST_GAIN * rate([0] * len(chances))) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_sampling", "rounding_rows", "most"),
+    [(1, 1, (), None), (1, 1, (9,), 7), (8, 8, (9,), 0), (9, 9, (9,), None), (9, 9, (9, 24), 14), (300, 3, (9, 24), 5)],
+)
+def test_no_step_gets_other_roundings_by_proposals(
+    num_tokens: int, num_sampling: int, rounding_rows: tuple[int, ...], most: int | None
+) -> None:
+    """Neither its layers, which compute all its tokens, nor its logits, of those that sample."""
+    shape = StepShape(num_tokens, num_sampling)
+    assert most_of_same_rounding(shape, rounding_rows) == most
+    if most is not None:
+        chosen = choose([[0.99**place for place in range(1, 17)]] * num_sampling, shape, lambda *_: 1.0, most=most)
+        assert sum(chosen) == most
 
 
 def test_a_knee_that_the_model_does_not_know_is_measured_in_a_few_steps() -> None:

@@ -173,6 +173,8 @@ class Proposals:
         if rooms:
             step = _step_shape([*all_sequences.running], all_sequences.num_queued_tokens)
             num = self._rounds.choose(acceptances, step, self._ms_of, self._turn_ms)
+            most = most_of_same_rounding(step, self._rounding_rows)
+            num = num if most is None else min(num, most)
             plan.drafts = {name: min(num, room) for name, room in rooms.items()} if num else {}
 
     def take_drafts(self, result: StepResult, sequences: Mapping[str, Sequence]) -> None:
