@@ -305,7 +305,7 @@ def test_under_load_a_steps_time_is_that_between_two_reads(overlap: bool) -> Non
     config = EngineConfig(model="m", null_runner=True, seed=1, overlap=overlap)
     core = EngineCore(config, NullRunner.from_config(config, clock=lambda: now_s, sleep=pass_by), clock=lambda: now_s)
     for number in (1, 2):
-        core.add(request(f"r{number}", [number] * 40, max_tokens=5))
+        core.add(request(f"r{number}", [*range(40 * number, 40 * number + 40)], max_tokens=5))
         took_ms = []
         while core.has_work:
             took_ms.append(core.step().load.step_ms)

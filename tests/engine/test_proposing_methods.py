@@ -17,6 +17,7 @@ from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.proposing import recent_answers
 from pagemill_engine.proposing.recent_answers import RecentAnswers
 from pagemill_engine.vllm_speculation import speculative_of
+from pagemill_engine.scheduler.proposals import Proposals
 from pagemill_execution.config import SpeculationConfig
 from pagemill_execution.weights.errors import LoadError
 from pagemill_protocol.report.state import StepTimeParams
@@ -138,12 +139,12 @@ def test_what_decodes_sample_and_compute_is_published(checking_runner: Make) -> 
 
 
 def test_what_decodes_sample_is_that_of_steps_that_run_ahead_without_proposals_too(checking_runner: Make) -> None:
-    core = EngineCore(EngineConfig(model="m", overlap=True), checking_runner(64, 16, 256, 5000))
-    assert core._proposals is not None
-    core._proposals.per_decode = 4.0, 5.0, 0.0
+    proposals = Proposals([])
+    core = EngineCore(EngineConfig(model="m", overlap=True), checking_runner(64, 16, 256, 5000), proposals=proposals)
+    proposals.per_decode = 4.0, 5.0, 0.0
     for name in "abcd":
         serve(core, name, "")
-    assert core._proposals.per_decode[0] < 3.0
+    assert proposals.per_decode[0] < 3.0
 
 
 def test_requests_share_no_answers_where_they_share_no_prefixes(checking_runner: Make) -> None:

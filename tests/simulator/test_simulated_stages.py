@@ -12,6 +12,7 @@ from ranked_engine import SETTINGS, Ranks, rank_loader, saved
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loop.core import EngineCore
+from pagemill_execution.config import SpeculationConfig
 from pagemill_kernels.cpu import library
 from pagemill_protocol.report.state import StepTimeParams
 from pagemill_protocol.request.generate import GenerateRequest
@@ -75,6 +76,7 @@ def test_a_simulated_engine_decides_every_step_as_the_real_one(
     """Times have no part in it: a step is planned when another one was read."""
     runner = ranks(saved("Llama", tmp_path, num_hidden_layers=NUM_LAYERS), num_stages, num_stages=num_stages)
     settings = {**SETTINGS, "enable_prefix_caching": False, "pipeline_parallel_size": num_stages}
+    settings["speculative"] = SpeculationConfig(method="off")
     config = EngineConfig(model="m", **settings)
     real = decisions(EngineCore(config, runner), monkeypatch)
     clock = VirtualClock()
