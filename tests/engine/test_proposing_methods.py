@@ -16,8 +16,8 @@ from pagemill_engine.config import EngineConfig
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.proposing import recent_answers
 from pagemill_engine.proposing.recent_answers import RecentAnswers
-from pagemill_engine.vllm_speculation import speculative_of
 from pagemill_engine.scheduler.proposals import Proposals
+from pagemill_engine.vllm_speculation import speculative_of
 from pagemill_execution.config import SpeculationConfig
 from pagemill_execution.weights.errors import LoadError
 from pagemill_protocol.report.state import StepTimeParams
