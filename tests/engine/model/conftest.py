@@ -14,6 +14,7 @@ from ranked_engine import Ranks, rank_loader, saved
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loop.core import EngineCore
+from pagemill_execution.config import SpeculationConfig
 from pagemill_execution.starting.factory import create_runner
 from pagemill_kernels.cpu import launch, library
 from pagemill_protocol.request.generate import GenerateRequest
@@ -78,7 +79,7 @@ class Driver:
     ) -> list[Generated]:
         """Generate answers. With `waves`, each request starts when the previous one has finished.
 
-        The other settings are those of `EngineConfig`, which limit a step instead of the runner.
+        The other settings are those of `EngineConfig`, which limit a step instead of the runner. Nothing is proposed.
         """
         answers = self.choices(prompts, params, num_blocks=num_blocks, waves=waves, **settings)
         return [choices[0] for choices in answers]
@@ -95,6 +96,7 @@ class Driver:
         """Return all choices of each prompt, in order. The arguments are those of `generate`."""
         info = self.runner.info
         self.runner.info = with_blocks(info, num_blocks or info.num_blocks)._replace(step=None)
+        settings = {"speculative": SpeculationConfig(method="off"), **settings}
         core = EngineCore(EngineConfig(model="test", block_size=info.block_size, **settings), self.runner)
         results: dict[str, dict[int, Generated]] = {}
         try:

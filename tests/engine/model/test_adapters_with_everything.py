@@ -120,11 +120,11 @@ def test_beams_are_those_of_the_merged_model(world: World, serving: LLM, plain: 
         assert [beam.tokens for beam in output.sequences] == [beam.tokens for beam in expected.sequences]
 
 
-@pytest.mark.parametrize("settings", [{"num_kv_blocks": 8}, {"speculative_config": {"method": "ngram"}}], ids=str)
+@pytest.mark.parametrize("settings", [{"num_kv_blocks": 8}, {}], ids=str)
 def test_preempted_and_proposed_tokens_are_the_same(settings: dict[str, Any], world: World) -> None:
     prompts = [prompt * 2 for prompt in PROMPTS]
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
-    with llm_of(world.base.folder, enable_lora=True, max_loras=2) as llm:
+    with llm_of(world.base.folder, enable_lora=True, max_loras=2, speculative_config={"method": "off"}) as llm:
         expected = [
             llm.generate([prompt], params, use_tqdm=False, lora_request=request)[0].outputs[0].token_ids
             for prompt, request in zip(prompts, world.requests(), strict=True)
@@ -137,9 +137,9 @@ def test_preempted_and_proposed_tokens_are_the_same(settings: dict[str, Any], wo
             outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=world.requests())
             assert [output.outputs[0].token_ids for output in outputs] == expected
         num_proposed = sum(output.metrics.num_proposed_tokens for output in outputs if output.metrics is not None)
-        assert (num_proposed > 0) is ("speculative_config" in settings)
+        assert num_proposed > 0
         load = llm._core.load()
-        assert load.num_preemptions > 0 or "speculative_config" in settings
+        assert load.num_preemptions > 0 or not settings
         assert load.num_kv_bytes_active == 0
 
 

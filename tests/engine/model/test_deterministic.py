@@ -149,8 +149,8 @@ def test_without_the_setting_bits_depend_on_the_batch(
 ) -> None:
     runner = runner_loader(folder)
     recorder = Recorder(runner, make_driver(runner))
-    in_one = recorder.run(prompts[:8], enable_prefix_caching=False)[1]
-    in_chunks = recorder.run(prompts[:8], max_num_batched_tokens=1, max_num_seqs=1, enable_prefix_caching=False)[1]
+    in_one = recorder.run(prompts[20:28], enable_prefix_caching=False)[1]
+    in_chunks = recorder.run(prompts[20:28], max_num_batched_tokens=1, max_num_seqs=1, enable_prefix_caching=False)[1]
     assert in_one != in_chunks
 
 

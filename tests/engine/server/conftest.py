@@ -160,8 +160,11 @@ def start_for_module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start
 
 @pytest.fixture(scope="session")
 def null_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """Return a ready server with the real scheduler, a simulated device and a real vocabulary, shared by all tests."""
-    server = start(tmp_path_factory.mktemp("null"), {"model": SMOLLM2, **NULL_ENGINE}, {})
+    """Return a ready server with the real scheduler, a simulated device and a real vocabulary, shared by all tests.
+
+    Each step gives a token: the same request twice would be found in recent answers."""
+    engine = {"model": SMOLLM2, "speculative": {"method": "off"}, **NULL_ENGINE}
+    server = start(tmp_path_factory.mktemp("null"), engine, {})
     server.wait_for("ready")
     yield server
     server.stop()
