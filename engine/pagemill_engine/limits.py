@@ -42,8 +42,8 @@ class SchedulerLimits:
     shares_memory: bool = False
     """Whether memory moves between the first and the last kind; `kind_blocks` are then those at the start."""
     serves_adapters: bool = False
-    jumps_forward: bool = True
-    """Whether tokens that a form leaves no choice about are taken at once instead of sampled."""
+    most_jumped: int = 16
+    """Tokens that a form leaves no choice about and that are taken at once instead of sampled."""
 
     @property
     def max_total_tokens(self) -> int:

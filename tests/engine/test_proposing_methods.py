@@ -14,6 +14,7 @@ from packages import install_package
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loop.core import EngineCore
+from pagemill_engine.loop.limits import scheduler_limits
 from pagemill_engine.proposing import recent_answers
 from pagemill_engine.proposing.recent_answers import RecentAnswers
 from pagemill_engine.scheduler.proposals import Proposals
@@ -110,6 +111,18 @@ def test_a_repeated_request_is_proposed_its_answer_and_no_other_tenants(checking
     assert first == other == again
     assert num_first == num_other == 0
     assert num_again > 30
+
+
+@pytest.mark.parametrize(
+    ("jumps_forward", "rounding_rows", "most"),
+    [(True, (), 16), (True, (24,), 16), (True, (9, 24), 7), (False, (9,), 0)],
+)
+def test_tokens_that_a_form_forces_are_computed_with_the_bits_of_decodes(
+    checking_runner: Make, jumps_forward: bool, rounding_rows: tuple[int, ...], most: int
+) -> None:
+    """At most so many at once, behind the one that was sampled: a step of 8 tokens rounds as one of 1, of 9 does not."""
+    info = checking_runner(64, 16, 256, 5000).info._replace(jumps_forward=jumps_forward, rounding_rows=rounding_rows)
+    assert scheduler_limits(EngineConfig(model="m"), info).most_jumped == most
 
 
 @pytest.mark.parametrize("drafts", [False, True])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.limits import SchedulerLimits
-from pagemill_execution.config import StepLimits
+from pagemill_execution.config import MOST_PROPOSED, StepLimits
 from pagemill_execution.runners.base import RunnerInfo
 
 
@@ -35,8 +35,16 @@ def scheduler_limits(config: EngineConfig, info: RunnerInfo) -> SchedulerLimits:
         kv_dtype=info.kv_dtype,
         pooling=info.pooling,
         serves_adapters=info.serves_adapters,
-        jumps_forward=info.jumps_forward,
+        most_jumped=_most_jumped(info),
         kinds=info.kinds,
         kind_blocks=info.kind_blocks,
         shares_memory=info.shares_memory,
     )
+
+
+def _most_jumped(info: RunnerInfo) -> int:
+    """Return as many tokens as have the bits of decodes together with the one before them, so that no bit depends on
+    how many were sampled or proposed instead."""
+    if not info.jumps_forward:
+        return 0
+    return min([MOST_PROPOSED, *(rows - 2 for rows in info.rounding_rows)])

@@ -51,8 +51,10 @@ def proposals_of(config: EngineConfig, info: RunnerInfo, ms_of: MsOf) -> Proposa
             f"num_tokens is {settings.num_tokens}, but a step has {limit} tokens with the one that is sampled without "
             "proposals; lower it, or raise max_num_batched_tokens"
         )
+    # What a simulated device samples is no text.
+    chooses_ngram = settings.method == "auto" and not info.drafts and not config.null_runner
     try:
-        methods = _methods_of("ngram" if settings.method == "auto" and not info.drafts else settings.method)
+        methods = _methods_of("ngram" if chooses_ngram else settings.method)
     except ValueError as error:
         raise LoadError("SettingsUnsupported", str(error)) from error
     if info.drafts:

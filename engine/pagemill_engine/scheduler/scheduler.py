@@ -471,14 +471,14 @@ class Scheduler:
     def _jump(self, seq: Sequence) -> str:
         """Append the tokens that the form leaves no choice about; the next step computes them together. Returns the
         fault that ends the sequence, or "". Does nothing where log probabilities of each token are reported."""
-        if not self.limits.jumps_forward or seq.sampling.num_alternatives is not None:
+        if not self.limits.most_jumped or seq.sampling.num_alternatives is not None:
             return ""
         if seq.state is not SequenceState.RUNNING or self._sequences.probing or self._choices.fork_is_due(seq):
             return ""
         if seq.num_pending_tokens:  # sampled in the same step
             return ""
         num_tokens = len(seq.token_ids)
-        fault = take_forced(seq)
+        fault = take_forced(seq, self.limits.most_jumped)
         seq.was_jumped = len(seq.token_ids) > num_tokens
         return fault
 

@@ -80,13 +80,14 @@ def _allows(mask: Mask | None, token_id: int) -> bool:
     return mask is None or bool(int(mask[token_id // 32]) >> token_id % 32 & 1)
 
 
-def take_forced(sequence: Sequence) -> str:
-    """Append the tokens that the form leaves no choice about: steps would sample the same ones.
+def take_forced(sequence: Sequence, most: int) -> str:
+    """Append at most so many tokens that the form leaves no choice about: steps would sample the same ones.
 
     Returns why the sequence cannot continue, like `advance`. Source: jump-forward decoding, SGLang (arXiv 2312.07104);
     here it works on whole tokens, so that the text's tokens stay the same.
     """
-    while finish_reason(sequence) is None and (forced := _forced(sequence)):
+    end = len(sequence.token_ids) + most
+    while finish_reason(sequence) is None and (forced := _forced(sequence)[: end - len(sequence.token_ids)]):
         for token_id in forced:
             sequence.token_ids.append(token_id)
             fault = advance(sequence)
