@@ -120,7 +120,7 @@ def test_a_repeated_request_is_proposed_its_answer_and_no_other_tenants(checking
 def test_tokens_that_a_form_forces_are_computed_with_the_bits_of_decodes(
     checking_runner: Make, jumps_forward: bool, rounding_rows: tuple[int, ...], most: int
 ) -> None:
-    """At most so many at once, behind the one that was sampled: a step of 8 tokens rounds as one of 1, of 9 does not."""
+    """So many at once, behind the one that was sampled: a step of 8 tokens rounds as one of 1, of 9 does not."""
     info = checking_runner(64, 16, 256, 5000).info._replace(jumps_forward=jumps_forward, rounding_rows=rounding_rows)
     assert scheduler_limits(EngineConfig(model="m"), info).most_jumped == most
 
