@@ -432,17 +432,20 @@ def test_the_tokenizer_bundle_is_served_with_its_digest(null_server: Any) -> Non
 
 def test_the_state_stream_reports_load_prefixes_and_digests(client: httpx.Client, null_server: Any) -> None:
     frames: list[StateFrame] = []
-    decoder = StateDecoder()
+    decoder, long = StateDecoder(), SamplingParams(max_tokens=100, ignore_eos=True)
     url = null_server.control_url + "/internal/state"
     with httpx.stream("GET", url, headers=null_server.auth, timeout=WAIT_LIMIT_S) as response:
         chunks = response.iter_raw()
         frames += decoder.feed(next(chunks))
         sender = threading.Thread(
             target=generate_at,
-            args=(null_server, generate_request("state", prompt_token_ids=list(range(3000, 3200)))),
+            args=(null_server, generate_request("state", prompt_token_ids=list(range(3000, 3200)), sampling=long)),
         )
         sender.start()
-        while not any(frame.prefixes_added for frame in frames[1:]):
+        while not (
+            any(frame.prefixes_added for frame in frames[1:])
+            and any(frame.load.num_requests_running for frame in frames)
+        ):
             frames += decoder.feed(next(chunks))
         sender.join()
     assert frames[0].snapshot
