@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from pagemill_execution.config import CPU_STEP
+from pagemill_execution.config import CPU_STEP, MOST_PROPOSED
 from pagemill_protocol.report.cache_kinds import ANY_LENGTH, FULL, CacheKind, most_held, most_of_first
 from pagemill_protocol.request.pooling import PoolingSpec
 from pagemill_protocol.request.sampling import MAX_ANSWER_VALUES
@@ -42,7 +42,7 @@ class SchedulerLimits:
     shares_memory: bool = False
     """Whether memory moves between the first and the last kind; `kind_blocks` are then those at the start."""
     serves_adapters: bool = False
-    most_jumped: int = 16
+    most_jumped: int = MOST_PROPOSED
     """Tokens that a form leaves no choice about and that are taken at once instead of sampled."""
 
     @property

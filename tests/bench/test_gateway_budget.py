@@ -33,7 +33,7 @@ BOUNDS = {
     "dispatch": Count(28, 17, 1),
     FIRST_FRAME: Count(80, 110, 2),
     RELAYS: Count(450, 905, 2 * (NUM_TOKENS - 1)),
-    END: Count(111, 69, 2),
+    END: Count(109, 69, 2),
     "log": Count(36, 32, 1),
     "metrics": Count(137, 96, 0),
     REST: Count(240, 232, 0),

@@ -17,7 +17,7 @@
 namespace pagemill {
 namespace {
 
-constexpr int64_t kFewTokens = 17, kFewHeads = 6;  // up to here keys are read in place: fastest for decodes
+constexpr int64_t kFewTokens = 17, kFewRows = 6;  // up to so many, rows of a token, keys are read in place
 constexpr float kMinusInfinity = -INFINITY;
 
 void transpose_keys(const float* keys, int64_t head_dim, float* out) {
@@ -91,7 +91,7 @@ void score_all(const float* query, int64_t rows, const float* keys, int64_t head
 
 void add_all(const float* scores, int64_t rows, const float* values, int64_t depth, int64_t columns, int64_t head_dim,
              float* result) {
-  if (rows > kFewHeads) {
+  if (rows > kFewRows) {
     for (int64_t d = 0; d < columns; d += kPanel)
       tile(rows, scores, kSpan, values + d, head_dim, depth, result + d, head_dim);
     return;
@@ -204,13 +204,13 @@ void attend(const AttentionArgs& args, const WorkItem& item, AttentionScratch& s
   }
 }
 
-}  // namespace
-
 // Whether scores are summed in the order of few rows. It follows from what a request computes, not from its tiles.
 bool reads_in_place(const AttentionArgs& args, int64_t request) {
   const int64_t num_tokens = args.query_start_loc[request + 1] - args.query_start_loc[request];
-  return args.batch_invariant == 0 && num_tokens <= kFewTokens && args.num_heads <= kFewHeads * args.num_kv_heads;
+  return args.batch_invariant == 0 && num_tokens <= kFewTokens && args.num_heads <= kFewRows * args.num_kv_heads;
 }
+
+}  // namespace
 
 void attend_rows(const AttentionArgs& args, const WorkItem& item, int64_t group, AttentionScratch& scratch) {
   const int64_t head_dim = args.head_dim, width = padded(head_dim), rows = item.num_tokens * group;
